@@ -28,9 +28,11 @@ class Machines:
 
     def up(self) -> None:
         """Raises OSError where that is not permitted."""
-        for name in (self.hub, self.a, self.b):
+        for number, name in enumerate((self.hub, self.a, self.b)):
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
+            # Ports of its own: an agent of RPC needs on every machine the one it has on its own.
+            self._write(name, "ip_local_port_range", f"{33000 + 9000 * number} {41999 + 9000 * number}")
         ip("-n", self.hub, "link", "add", "to-a", "type", "veth", "peer", "name", "up0", "netns", self.a)
         command = [sys.executable, str(Path(__file__).parent / "slow_link.py"), str(DELAY)]
         self._slow = subprocess.Popen([*command, self.hub, "to-b", self.b, "up0"], stdout=subprocess.PIPE, text=True)
@@ -42,8 +44,11 @@ class Machines:
             ip("-n", name, "addr", "add", address, "peer", HUB, "dev", "up0")
             ip("-n", name, "link", "set", "up0", "up")
             ip("-n", name, "route", "add", "default", "via", HUB)
-        forward = ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]
-        subprocess.run(["ip", "netns", "exec", self.hub, *forward], check=True)
+        self._write(self.hub, "ip_forward", "1")
+
+    def _write(self, name: str, setting: str, value: str) -> None:
+        write = ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"]
+        subprocess.run(["ip", "netns", "exec", name, *write], check=True)
 
     def down(self) -> None:
         if self._slow is not None:

@@ -9,16 +9,18 @@ import contextlib
 import functools
 import os
 import pickle
+import signal
 import socket
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from reap._system.conversation import Answer, ChildSilent, Conversation
 from reap._system.messages import MessageSocket
-from reap.collectors import AsyncCollector, Collector
+from reap.collectors import AsyncCollector, Collector, MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.envs.parallel.process_workers import ThreadedProcessWorkers
 from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
@@ -39,7 +41,7 @@ def some(every, **quick):
 
 def moments(step, act, after):
     """Call `act` with Ctrl-C at every `step`th moment, until it has no such moment; then `after` with what it gave."""
-    at = 1
+    at, usual = 1, signal.getsignal(signal.SIGINT)
     while True:
         got = None
         with Moment(at) as moment:
@@ -50,6 +52,7 @@ def moments(step, act, after):
             else:
                 assert not moment.came or moment.no_moment, f"one was swallowed at {moment.where}"
         assert not moment.swallowed, f"a finalizer swallowed one at {moment.where}: {moment.swallowed}"
+        assert signal.getsignal(signal.SIGINT) is usual, f"Ctrl-C is kept for ever, after one at {moment.where}"
         try:
             after(got)
         except BaseException as error:
@@ -192,6 +195,20 @@ def test_what_is_asked_is_not_in_the_way_of_batches(kind, verb, step):
         moments(step, lambda: getattr(stream.collector, verb)(), lambda _: stream.go_on(None))
         stream.collector.shutdown()
         stream.collector = None
+
+
+def test_workers_of_this_process_give_the_generators_back():
+    """Each worker that is in this process draws from generators of its own; the caller's are as they were."""
+    with collect(MultiSyncCollector, [CountingEnv, CountingEnv], frames_per_batch=4, workers="inline") as collector:
+        collector.next()
+        torch.manual_seed(3)
+        ours, threads = torch.get_rng_state(), torch.get_num_threads()
+
+        def kept(_):
+            assert torch.equal(torch.get_rng_state(), ours), "other random numbers"
+            assert torch.get_num_threads() == threads
+
+        moments(1, collector.next, kept)
 
 
 def test_pipes_are_closed_by_whoever_closes_next():

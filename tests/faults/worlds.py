@@ -249,10 +249,10 @@ LANES = ((3, 1, 5), (2, 2, 7), (4,))
 
 
 def whole(batch, seen=None):
-    """Every trajectory of a batch is one: steps of one episode, side by side; and none is older than those `seen`."""
+    """Every trajectory of a batch is one: steps of one episode, without a hole, also after those `seen`."""
     flat = batch.reshape(-1)
     ids = flat["collector", "traj_ids"]
-    seen = {} if seen is None else seen  # the last one of each lane
+    seen = {} if seen is None else seen  # of each lane the last one, and the step at which it goes on
     for one in ids.unique():
         frames = flat[ids == one]
         lane, episode, first = frames["observation"][0].tolist()
@@ -261,8 +261,10 @@ def whole(batch, seen=None):
         assert torch.equal(frames["next", "observation"], want[1:])
         length = LANES[int(lane)][int(episode) % len(LANES[int(lane)])]
         assert torch.equal(frames["next", "done"][:, 0], want[1:, 2] == length)
-        assert seen.get(lane, 0) <= int(one), "time runs backwards"
-        seen[lane] = int(one)
+        last, following = seen.get(lane, (0, None))
+        assert last <= int(one), "time runs backwards"
+        assert last < int(one) or following in (None, first), f"trajectory {last} goes on at {first}, not {following}"
+        seen[lane] = int(one), first + len(frames)
 
 
 def counting():
@@ -273,6 +275,7 @@ def counting():
 
 HERE = {
     "single": lambda: collect(Collector, counting()[0]),
+    "workers": lambda: collect(KINDS[0], counting(), frames_per_batch=24, workers="inline"),
     "parallel": lambda: collect(Collector, ParallelEnv(3, counting()), frames_per_batch=24),
     **{
         name: functools.partial(collect, AsyncBatchedCollector, counting(), frames_per_batch=24, **options)

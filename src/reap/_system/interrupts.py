@@ -112,7 +112,8 @@ class Interrupts(Wakeup):
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, self._arrive)
+            if self._usual is not None:  # Ctrl-C between us and the block: Python ends this when nobody holds any more
+                signal.signal(signal.SIGINT, self._arrive)
 
     def let_in(self) -> None:
         """Raise the interrupt that was held back, if there is one."""

@@ -127,6 +127,12 @@ class Backend(Protocol):
     def take(self, *, random: bool = False) -> Rollout:
         """Return the next full rollout; `random` asks for random actions."""
 
+    def lost(self) -> None:
+        """Ctrl-C, or an error, has taken the last rollout from whoever took it: no trajectory goes on after it.
+
+        Nothing where `uninterrupted` keeps that from happening.
+        """
+
     def uninterrupted(self) -> AbstractContextManager[None]:
         """Inside, Ctrl-C is let in only while waiting for workers."""
 

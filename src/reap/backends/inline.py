@@ -143,6 +143,9 @@ class InlineBackend(Backend):
         size = layout.steps * layout.lanes
         return [WorkerReport(0, not self._closed, stats.frames, stats.rollouts, size, counts)]
 
+    def lost(self) -> None:
+        self.worker.begin_anew()
+
     def uninterrupted(self) -> AbstractContextManager[None]:
         return Interrupts().held()
 

@@ -181,6 +181,9 @@ class WorkerBackend(Backend):
         with supervisor.listen_lock, supervisor.interrupts.held():
             return self.delivery.take(random=random, most=most)
 
+    def lost(self) -> None:
+        """Nothing: whoever takes a rollout holds Ctrl-C meanwhile."""
+
     def uninterrupted(self) -> AbstractContextManager[None]:
         return self.supervisor.interrupts.held()
 

@@ -191,7 +191,11 @@ class BaseCollector(IterableDataset[TensorDict]):
             return pipeline.arrangement.arrange(batch, self._last)
         self._check_not_background()
         with self._closing_on_failure():
-            return pipeline.arrangement.arrange(*pipeline.take(self._backend))
+            try:
+                return pipeline.arrangement.arrange(*pipeline.take(self._backend))
+            except BaseException:
+                self._backend.lost()
+                raise
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
@@ -272,7 +276,11 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def _fetch(self) -> None:
         self._weights.used(1, background=self._runner is not None)
-        self._pipeline.fetch(self._backend, self._own_rollout if self._overrides else None)
+        try:
+            self._pipeline.fetch(self._backend, self._own_rollout if self._overrides else None)
+        except BaseException:
+            self._backend.lost()
+            raise
 
     # ---- seeds, state ---------------------------------------------------------------------------------------------
 

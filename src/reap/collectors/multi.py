@@ -309,7 +309,8 @@ class MultiCollector(BaseCollector):
         self._check_open()
         if self._workers_write:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
-        return super().rollout()
+        with self._backend.uninterrupted():
+            return super().rollout()
 
     def _check_rollout(self) -> None:
         if self.replay_buffer is not None:

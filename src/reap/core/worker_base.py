@@ -30,6 +30,7 @@ class AnyWorker:
     model: Any  # the policy as the user made it
     policy: Policy
     tells_episodes = True  # whether it knows how each episode ended
+    _lost = False  # whether the last rollout reached nobody
 
     @property
     def version(self) -> int:
@@ -73,9 +74,14 @@ class AnyWorker:
             reraise("env.reset", cause)
 
     def _before_rollout(self) -> None:
-        """Begin anew where that is asked for each time, or where somebody else has moved the lanes since."""
-        if self.plan.reset_at_each_iter or self.env.driver is not self.loop.driver_token:
+        """Begin anew where that is asked for each time, or where lanes are elsewhere than the last batch says."""
+        if self.plan.reset_at_each_iter or self._lost or self.env.driver is not self.loop.driver_token:
             self._begin(range(self.lanes))
+            self._lost = False
+
+    def begin_anew(self) -> None:
+        """The last rollout reached nobody (Ctrl-C): no trajectory goes on after what it held."""
+        self._lost = True
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""

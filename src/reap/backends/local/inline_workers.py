@@ -64,6 +64,8 @@ class InlineTransport(LocalTransport):
         return self._leaving or self._interrupts.woken
 
     def wait(self, seconds: float | None) -> list[int]:
+        if unheard := [index for index, connection in self._connections.items() if connection.unheard]:
+            return unheard  # Ctrl-C came between a worker and whoever listens to it
         busy = [index for index in sorted(self._connections) if self._connections[index].busy]
         if not busy:
             time.sleep(_REST if seconds is None else min(seconds, _REST))
@@ -71,8 +73,7 @@ class InlineTransport(LocalTransport):
         self._last = next((index for index in busy if index > self._last), busy[0])
         with self._inside:
             try:
-                with self._interrupts.admitted():
-                    self._connections[self._last].work()
+                self._connections[self._last].work(self._interrupts)
             finally:
                 if self._leaving:
                     self._end()
@@ -126,6 +127,11 @@ class InlineConnection(WorkerConnection):
         """Whether it has something to do."""
         return not self.over and (self._server is None or bool(self._calls) or bool(self._slots))
 
+    @property
+    def unheard(self) -> bool:
+        """Whether it has said something that nobody has heard."""
+        return bool(self._inbox)
+
     def call(self, data: bytes) -> None:
         self._calls.append(data)
 
@@ -140,29 +146,42 @@ class InlineConnection(WorkerConnection):
         said, self._inbox = self._inbox, []
         return said, self.over
 
-    def work(self) -> None:
-        """Do one thing: be built, answer a call, fill a slot. What breaks it off leaves it to be done."""
+    def work(self, interrupts: Interrupts) -> None:
+        """Do one thing: be built, answer a call, fill a slot. What breaks it off leaves it to be done.
+
+        Ctrl-C comes in the worker's code, and waits elsewhere: what was done is said, and generators are given back.
+        """
         try:
             with self._as_worker():
-                self._do_one()
+                self._do_one(interrupts)
         except (KeyboardInterrupt, Halted):
             raise
         except BaseException as error:
             self._inbox.append(RaisedHere.of(error, what_it_did(self._server)))
-            self.end()
+            self.over = True  # first: the env that is closed next is the user's code, which Ctrl-C may break off
+            with interrupts.admitted():
+                self.end()
 
-    def _do_one(self) -> None:
+    def _do_one(self, interrupts: Interrupts) -> None:
         if self._server is None:
-            self._server = _InlineWorkerServer(self._job, self._files, self._broken_off, self._say)
-            self._inbox.append(self._server.info)
+            with interrupts.admitted():
+                server = _InlineWorkerServer(self._job, self._files, self._broken_off, self._say)
+            self._server = server
+            self._inbox.append(server.info)
         elif self._calls:
-            call, name, arguments = pickle.loads(self._calls[0])
-            answer = self._server.answer(call, name, arguments)
+            with interrupts.admitted():
+                call, name, arguments = pickle.loads(self._calls[0])
+                answer = self._server.answer(call, name, arguments)
             self._calls.popleft()
             # Through bytes: weights, for one, are not to be the worker's own.
             self._inbox.append(pickle.loads(dumps(answer, f"the answer to {name}")))
         else:
-            told = self._server.fill(self._slots[0])
+            try:
+                with interrupts.admitted():
+                    told = self._server.fill(self._slots[0])
+            except BaseException:
+                self._server.worker.begin_anew()
+                raise
             self._slots.popleft()
             self._inbox.append(pickle.loads(told))
 

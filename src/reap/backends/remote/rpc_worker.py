@@ -30,6 +30,7 @@ from reap.backends.network.authenticated_listener import LOOPBACK, Authenticated
 from reap.backends.remote.ordered_mailbox import MailboxWorker
 from reap.backends.remote.remote_worker import LocalWeights, Order
 from reap.core.shared_slots import SharedFile
+from reap.errors import UsageError
 
 COLLECTOR = "collector"
 JOIN = timedelta(seconds=60)  # for all agents to be there, once all processes are
@@ -95,7 +96,13 @@ class GuardedStore(Store):
             return _NOWHERE
         host, listener, port = value.decode().split()
         if host != self._listen:  # another machine. The same port here: agents tell each other which they have
-            self._tunnels[peer] = Tunnel(host, int(listener), self._secret, "agent", at=int(port))
+            try:
+                self._tunnels[peer] = Tunnel(host, int(listener), self._secret, "agent", at=int(port))
+            except UsageError as error:
+                raise UsageError(
+                    f"{error}. The agent of {peer} has this port on {host}, and needs it on every machine; agents that "
+                    f"are started again get other ports"
+                ) from None
         return f"uv://{LOOPBACK}:{port}".encode()
 
     def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:

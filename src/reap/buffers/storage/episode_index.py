@@ -95,7 +95,7 @@ class EpisodeIndex:
         if self._table is not None and self._table[0] == (low, high):
             return self._table[1:]
         begin = max(self._seen, low)
-        new = ring.marks_of(begin, high)
+        new = ring.marks_of(begin, high).copy()  # others write there, and NumPy looks twice for what is not zero
         at = np.flatnonzero(new)
         cuts, kinds = np.concatenate([self._cuts, at + begin]), np.concatenate([self._kinds, new[at]])
         low = max(low, ring.window()[0])  # marks below it may have been written over while we read them
