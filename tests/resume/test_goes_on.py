@@ -238,3 +238,34 @@ def test_another_env_is_refused():
     two = Collector(GymEnv(gym.wrappers.TimeLimit(CountingEnv((3,)), 9)), EchoPolicy(), frames_per_batch=4)
     with pytest.raises(CorruptState, match="this state is of the env"):
         two.load_state_dict(one.state_dict())
+
+
+# ---- a rollout that reached nobody (Ctrl-C) -------------------------------------------------------------------------
+
+
+def counting():
+    return Collector(CountingEnv((9,)), EchoPolicy(), frames_per_batch=4, total_frames=-1)
+
+
+def test_nobody_goes_on_after_a_rollout_that_was_lost():
+    with counting() as first, counting() as second:
+        seen = int(first.next()["collector", "traj_ids"][-1])
+        first.next()
+        first._backend.lost()
+        second.load_state_dict(first.state_dict())
+        for collector in (first, second):
+            batch = collector.next()
+            assert int(batch["collector", "traj_ids"][0]) > seen
+            assert int(batch["observation"][0, 2]) == 0
+
+
+@pytest.mark.parametrize("act", ["set_seed", "load_state_dict"])
+def test_who_says_where_to_go_on_begins_there_once(act):
+    with counting() as first, counting() as second:
+        first.next()
+        second.next()
+        given = 5 if act == "set_seed" else second.state_dict()
+        first._backend.lost()
+        for collector in (first, second):
+            getattr(collector, act)(given)
+        same(first.next(), second.next())

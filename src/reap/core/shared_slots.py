@@ -119,11 +119,6 @@ class SharedSlots:
         whole = self._arrays(index)
         return Slot(layout, index, {key: whole[key][:, first : first + layout.lanes] for key in whole})
 
-    def bytes_of(self, index: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of a slot."""
-        size = self.layout.nbytes
-        at = index % self.count * size
-        return self.block[at : at + size]
-
     def _arrays(self, index: int) -> dict[Any, np.ndarray[Any, Any]]:
-        return self.layout.arrays(self.bytes_of(index))
+        at = index % self.count * self.layout.nbytes
+        return self.layout.arrays(self.block[at : at + self.layout.nbytes])

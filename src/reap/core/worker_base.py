@@ -77,7 +77,6 @@ class AnyWorker:
         """Begin anew where that is asked for each time, or where lanes are elsewhere than the last batch says."""
         if self.plan.reset_at_each_iter or self._lost or self.env.driver is not self.loop.driver_token:
             self._begin(range(self.lanes))
-            self._lost = False
 
     def begin_anew(self) -> None:
         """The last rollout reached nobody (Ctrl-C): no trajectory goes on after what it held."""
@@ -93,6 +92,7 @@ class AnyWorker:
         self._reset(lanes, seeds, fresh_ids=fresh_ids)
         if len({*lanes}) == self.lanes:  # whoever has moved them before, it is known now where all of them are
             self.env.driver = self.loop.driver_token
+            self._lost = False
 
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         raise NotImplementedError
@@ -110,6 +110,8 @@ class AnyWorker:
 
         `why`: a reason, if there is one, for which its open episodes are over.
         """
+        if self._lost and why is None:
+            self._begin(range(self.lanes))  # nobody goes on after what nobody has seen
         why, env, current, policy = why or self._cannot_resume(), None, [], []
         try:
             if why is None:
@@ -138,7 +140,7 @@ class AnyWorker:
         else:
             self._reset(range(self.lanes))
         self.stats.load(state["statistics"], opened=goes_on)
-        self.env.driver = self.loop.driver_token
+        self.env.driver, self._lost = self.loop.driver_token, False
         if state["random"] is not None:
             set_generators(state["random"])  # last: nothing is drawn any more before the next step
 

@@ -5,7 +5,6 @@ A collector takes only the lanes (`.lanes_env`); nothing on this page is on its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import visible_columns
 from reap.core.rollout import RolloutLoop
-from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
+from reap.core.slot import FLAGS, Layout, RowKeys, Slot
 from reap.core.stats import Stats
-from reap.core.wrapped import Wrapped
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.spec import AnyKey, Key, Leaf, as_key, show
@@ -183,7 +181,7 @@ class EnvBase:
         if max_steps < 1:
             raise UsageError(f"max_steps must be at least 1, got {max_steps}")
         memory = carry_of(policy)
-        env = _Watched(with_recurrent_state(self.lanes_env, policy, memory))
+        env = with_recurrent_state(self.lanes_env, policy, memory)
         spec = env.spec
         remembers = len(spec.observation) > len(self._current)
         current = current_for(spec.observation, spec.lanes) if remembers else self._current
@@ -192,15 +190,12 @@ class EnvBase:
             env.reset(range(spec.lanes), current, seeds)
         kind = interaction_type()
         chosen = as_policy(policy, PolicyContext(spec, visible_columns(spec, current), kind, carry=list(memory)))
-        loop = RolloutLoop(
-            env,
-            chosen,
-            current=current,
-            ledger=Ledger(spec, TrajectoryIds(), Stats(spec.lanes)),
-            exploration=kind,
-            stop=env.any_ended if break_when_any_done else None,
-        )
         slot = Slot(Layout(columns_of(spec, chosen), max_steps, spec.lanes, batched=spec.batched))
+        ledger = Ledger(spec, TrajectoryIds(), Stats(spec.lanes))
+        loop = RolloutLoop(env, chosen, current=current, ledger=ledger, exploration=kind)
+        if break_when_any_done:
+            done = slot.arrays["next", "done"]
+            loop.stop = lambda: bool(done[loop.at[0]].any())
         steps = loop.fill(slot)
         batch: TensorDictBase = assembler(slot.layout)(slot.arrays, slot.layout)
         batch = batch[..., :steps] if steps < max_steps else batch
@@ -235,18 +230,3 @@ class EnvBase:
         if self._one is None or self._one[0] != leaves:
             self._one = leaves, Slot(layout_by_hand(self.lanes_env.spec, action))
         return self._one[1]
-
-
-class _Watched(Wrapped):
-    """Remembers whether the last step ended an episode."""
-
-    def __init__(self, env: Env) -> None:
-        super().__init__(env, env.spec)
-        self._ended: list[int] = []
-
-    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        self._ended = super().step(lanes, row)
-        return self._ended
-
-    def any_ended(self) -> bool:
-        return bool(self._ended)

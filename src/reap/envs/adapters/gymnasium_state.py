@@ -40,14 +40,14 @@ def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Packed]:
         raise _not_pickled(game, cause, lane) from cause
 
 
-def restore_env(state: tuple[str, Packed], env: gym.Env[Any, Any]) -> None:
+def restore_env(state: tuple[str, Packed], env: Any) -> None:
     """Let `env`, made as the saved one was, be where that one was."""
     how, data = state
     if how == _OWN:
-        env.set_state(unpacked(data))  # type: ignore[attr-defined]
+        env.set_state(unpacked(data))
         return
     reader = _Unpickler(io.BytesIO(unpacked(data, bytes)), env)
-    found: gym.Env[Any, Any] = reader.load()
+    found = reader.load()
     mine, saved = list(_layers(env)), list(_layers(found))
     if [type(one) for one in mine] != [type(one) for one in saved]:
         raise CorruptState(f"this state is of the env {found}, here is {env}; nothing was loaded")
@@ -104,7 +104,7 @@ def _held(layer: Any) -> dict[str, Any]:
 
 
 def saved_world(env: Any, lane: int = 0) -> tuple[str, Packed]:
-    """What `restore_world` takes, of an env of another library's (PettingZoo)."""
+    """What `restore_env` takes, of an env of another library's (PettingZoo)."""
     try:
         return _saved(env)
     except Exception as cause:
@@ -121,18 +121,6 @@ def _not_pickled(env: Any, cause: Exception, lane: int | None = None) -> CannotR
         f"{where}{type(env).__name__} cannot be pickled ({cause}); give it get_state() and set_state(state) for its "
         f"episodes to go on"
     )
-
-
-def restore_world(state: tuple[str, Packed], env: Any) -> None:
-    """Let `env`, made as the saved one was, be where that one was."""
-    how, data = state
-    if how == _OWN:
-        env.set_state(unpacked(data))
-        return
-    found = unpacked(data)
-    if type(found) is not type(env):
-        raise CorruptState(f"this state is of the env {found}, here is {env}; nothing was loaded")
-    env.__dict__ = found.__dict__  # one for both: what is inside may know its env
 
 
 def noting_actions(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:

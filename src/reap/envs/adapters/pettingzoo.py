@@ -22,7 +22,7 @@ import torch
 
 from reap.core.env import Env, Rows
 from reap.core.slot import FLAGS, Row
-from reap.envs.adapters.gymnasium_state import restore_world, saved_world
+from reap.envs.adapters.gymnasium_state import restore_env, saved_world
 from reap.envs.adapters.pettingzoo_aec import Agents, TurnLanes
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -234,7 +234,7 @@ class GroupLanes(Env):
 
     def load_open_state(self, state: Any) -> None:
         for world, one in zip(self._worlds, state):
-            restore_world(one, world.env)
+            restore_env(one, world.env)
 
     def close(self) -> None:
         for world in self._worlds:
@@ -323,7 +323,7 @@ class AgentLanes(Env):
         return saved_world(self._world.env)
 
     def load_open_state(self, state: Any) -> None:
-        restore_world(state, self._world.env)
+        restore_env(state, self._world.env)
 
     def close(self) -> None:
         self._world.env.close()

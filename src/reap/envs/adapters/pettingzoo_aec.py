@@ -24,7 +24,7 @@ import torch
 from reap.core.env import Env, Rows
 from reap.core.resume import packed, unpacked
 from reap.core.slot import Row
-from reap.envs.adapters.gymnasium_state import restore_world, saved_world
+from reap.envs.adapters.gymnasium_state import restore_env, saved_world
 from reap.envs.spaces import Actions, Observations
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, raised_by
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
@@ -237,7 +237,7 @@ class TurnLanes(Env):
 
     def load_open_state(self, state: Any) -> None:
         for world, one in zip(self._worlds, state["worlds"]):
-            restore_world(one, world.env)
+            restore_env(one, world.env)
         self._turn, self._waiting = (state[name].numpy().copy() for name in ("turn", "waiting"))
         for mine, now in zip(self._now, state["now"]):
             mine[...] = now.numpy()

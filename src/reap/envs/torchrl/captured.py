@@ -77,7 +77,7 @@ def captured_whole(part: Any) -> bool:
     """Whether a part of a transform is one of those, and not a subclass; its lists of parts are torch's."""
     kind = type(part)
     where = kind.__module__
-    if kind.__name__ == "TensorDictPrimer" and _calls_a_function(part):
+    if kind.__name__ == "TensorDictPrimer" and _calls_a_function(getattr(part, "default_value", None)):
         return False
     return where.startswith("torch.nn") or (where.startswith("torchrl.envs.transforms") and kind.__name__ in TRANSFORMS)
 
@@ -96,16 +96,9 @@ def not_replayable(transforms: Iterable[Any]) -> str | None:
     return None
 
 
-def _calls_a_function(primer: Any) -> bool:
-    """Whether a primer asks a function of the user's for its values."""
-    values = [getattr(primer, "default_value", None)]
-    while values:
-        value = values.pop()
-        if isinstance(value, Mapping):
-            values += value.values()
-        elif callable(value):
-            return True
-    return False
+def _calls_a_function(value: Any) -> bool:
+    """Whether a primer with this default value asks a function of the user's."""
+    return any(map(_calls_a_function, value.values())) if isinstance(value, Mapping) else callable(value)
 
 
 class Base:
@@ -432,10 +425,13 @@ class CapturedRows(TorchRLRows):
         if 1 not in ends:
             self._ended = []
             return self._ended
+        driver = self.driver
         try:
-            self._begin_where(done, ends)
+            self._begin_lanes(done, ends)
         except Exception as cause:
             reraise("env.reset", cause)
+        finally:
+            self.driver = driver  # they were moved by us, not by hand
         over = done.reshape(self.spec.lanes)
         row.done[:] = over
         for flag, column in (("terminated", row.terminated), ("truncated", row.truncated)):
@@ -457,15 +453,8 @@ class CapturedRows(TorchRLRows):
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
 
-    def _begin_where(self, done: Array, ends: bytes) -> None:
-        """Reset the lanes that are done, as TorchRL does after a step. `ends` are the same as bytes."""
-        driver = self.driver
-        try:
-            self._begin_lanes(done, ends)
-        finally:
-            self.driver = driver  # they were moved by us, not by hand
-
     def _begin_lanes(self, done: Array, ends: bytes) -> None:
+        """Reset the lanes that are done, as TorchRL does after a step. `ends` are the same as bytes."""
         assert self._leaves is not None
         # Resets of some lanes of one base mostly differ in the mask alone; all others are told apart by their lanes.
         partly = self._alike and len(self._bases) == 1 and 0 in ends
