@@ -19,9 +19,10 @@ HERE = Path(__file__).parent
 FAILED = pytest.StashKey[bool]()  # a test that failed holds on to what it had: that is not another failure
 
 torch.set_num_threads(1)
-# Started in the background by a shell, we would ignore Ctrl-C, and so would every program that a test starts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in the background by a shell, we would ignore these two, and so would every program that a test starts.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 # The same examples each time, unless one is looking for new ones: `make test` is red for a reason, never by luck.
 settings.register_profile("same", max_examples=50, derandomize=True, database=None, deadline=None)

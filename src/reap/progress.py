@@ -18,7 +18,6 @@ from typing import Any, Literal, TextIO
 from reap.arguments import one_of, whole
 from reap.errors import WrongArgument, missing, warn
 
-_DISPLAYS = ("tqdm", "rich", "plain", "none")
 _EVERY = 10.0  # seconds between two plain lines
 Show = Callable[[int, str], None]  # frames so far, and what is to be said about them
 
@@ -33,7 +32,7 @@ def progress(
 ) -> Iterator[Any]:
     """Iterate over a collector's batches and show how far it is; see `BaseCollector.progress`."""
     whole("total", total, least=1, none=True)
-    one_of("display", display, _DISPLAYS, none=True)
+    one_of("display", display, _DISPLAY, none=True)
     if logger is not None and not callable(getattr(logger, "log", None)):
         raise WrongArgument(f"logger needs a method log(step, scalars), as those of reap.loggers, got {logger!r}")
     end = float(collector.options.total) if total is None else float(total)
@@ -157,14 +156,9 @@ def _plain(total: int | None, first: int, file: TextIO) -> Iterator[Show]:
             print(said, file=file, flush=True)
 
 
-@contextlib.contextmanager
-def _none(total: int | None, first: int, file: TextIO) -> Iterator[Show]:
-    yield lambda frames, text: None
-
-
 _DISPLAY: dict[str, Callable[[int | None, int, TextIO], contextlib.AbstractContextManager[Show]]] = {
     "tqdm": _tqdm,
     "rich": _rich,
     "plain": _plain,
-    "none": _none,
+    "none": lambda *_: contextlib.nullcontext(lambda frames, text: None),
 }

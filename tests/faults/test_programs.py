@@ -57,14 +57,17 @@ def test_a_signal_to_the_group_closes_envs_and_ends_their_programs(number, kind,
         env=environment(),
         process_group=0,
     )
-    assert training.stdout.readline() == b"ready\n"
-    programs, envs = started(tmp_path), 2 if kind == "flat" else 3
-    assert len(programs) == (envs + 1) * len(COMMANDS)
-    os.killpg(training.pid, number)
-    assert training.wait() == -number
+    with training:
+        try:
+            assert training.stdout.readline() == b"ready\n"
+            programs, envs = started(tmp_path), 2 if kind == "flat" else 3
+            assert len(programs) == (envs + 1) * len(COMMANDS)
+            os.killpg(training.pid, number)
+            assert training.wait(BOUND) == -number
+        finally:
+            training.kill()
     assert all_gone(programs, BOUND)
     assert len(closed(tmp_path)) == envs
-    training.stdout.close()
 
 
 def test_they_end_with_a_worker_that_is_killed_and_with_no_other(tmp_path):

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from reap.core.env import CLOSED, Env
 from reap.core.measuring.moments import RunningStatistics
@@ -135,7 +134,7 @@ class AnyWorker:
                 self._restore(leaf, array, kept)
         self.ledger.counter.go_on_at(int(state["next_id"]))
         if goes_on:
-            self._give_ids(state["ids"])
+            torch.as_tensor(self.ledger.ids).copy_(state["ids"])
             self.loop.due = list(state["due"])
         else:
             self._reset(range(self.lanes))
@@ -153,21 +152,13 @@ class AnyWorker:
         return list(zip(self.env.spec.observation.values(), self.loop.current))
 
     def _saved(self, leaf: Leaf, array: Any) -> Any:
-        if leaf.loose:
-            return packed(array)
-        return array.cpu().clone() if isinstance(array, Tensor) else _as_tensor(array.copy(), leaf)
+        return packed(array) if leaf.loose else _as_tensor(array, leaf).cpu().clone()
 
     def _restore(self, leaf: Leaf, array: Any, kept: Any) -> None:
         if leaf.loose:
             array[...] = unpacked(kept)
-        elif isinstance(array, Tensor):
-            array.copy_(kept)
         else:
-            array[...] = (kept.view(torch.int16) if leaf.dtype is torch.bfloat16 else kept).numpy()
-
-    def _give_ids(self, ids: Tensor) -> None:
-        mine = self.ledger.ids
-        mine[...] = ids.to(mine.device) if isinstance(mine, Tensor) else ids.numpy()
+            _as_tensor(array, leaf).copy_(kept)
 
     def close(self) -> None:
         """Close the env."""
@@ -175,6 +166,7 @@ class AnyWorker:
         self.env.close()
 
 
-def _as_tensor(array: Any, leaf: Leaf) -> Tensor:
-    tensor = torch.from_numpy(array)
+def _as_tensor(array: Any, leaf: Leaf) -> torch.Tensor:
+    """The same memory as a tensor of its leaf's dtype; NumPy has no bfloat16."""
+    tensor = torch.as_tensor(array)
     return tensor.view(torch.bfloat16) if leaf.dtype is torch.bfloat16 else tensor

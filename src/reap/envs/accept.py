@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -13,7 +13,7 @@ from gymnasium.envs.registration import EnvSpec as Registered
 
 from reap.core.env import Env
 from reap.envs.adapters.dm import DMEnv, is_dm
-from reap.envs.adapters.envpool import envpool_lanes, is_envpool
+from reap.envs.adapters.envpool import EnvPoolEnv, is_envpool
 from reap.envs.adapters.gymnasium import GymEnv, GymLanes
 from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.adapters.jax import JaxEnv, is_brax, is_gymnax
@@ -26,7 +26,15 @@ from reap.envs.torchrl.lanes import is_torchrl, torchrl_lanes
 from reap.errors import WrongArgument, WrongState
 from reap.spec import Key
 
-_FOREIGN = (is_envpool, is_dm, is_pettingzoo, is_gymnax, is_brax, is_puffer)
+# Which env it is, and what wraps it.
+_FOREIGN: tuple[tuple[Callable[[Any], bool], Callable[[Any], EnvBase]], ...] = (
+    (is_envpool, EnvPoolEnv),  # before Gymnasium's vector envs, whose class it may have
+    (is_dm, DMEnv),
+    (is_pettingzoo, PettingZooEnv),
+    (is_gymnax, JaxEnv),
+    (is_brax, JaxEnv),
+    (is_puffer, PufferLibEnv),
+)
 
 
 def as_env(
@@ -56,30 +64,23 @@ def _remade(given: tuple[Any, Any], lane: int) -> gym.Env[Any, Any]:
 
 
 def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
-    if kwargs and any(known(source) for known in _FOREIGN):
+    if kwargs and is_env(source):
         raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
     if isinstance(source, (str, Registered)):
         return GymEnv(source, **kwargs).lanes_env
-    if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
-        return envpool_lanes(source)
-    if is_dm(source):
-        return DMEnv(source).lanes_env
-    if is_pettingzoo(source):
-        return PettingZooEnv(source).lanes_env
-    if is_gymnax(source) or is_brax(source):
-        return JaxEnv(source).lanes_env
-    if is_puffer(source):
-        return PufferLibEnv(source).lanes_env
-    if isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
-        if kwargs:
-            raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
-        if isinstance(source, EnvBase):
-            if source.is_closed:
-                raise WrongState(f"{type(source).__name__} is closed; make a new one")
-            return source.lanes_env
-        if isinstance(source, gym.vector.VectorEnv):
-            return VectorLanes(source)
-        return GymLanes([source]) if isinstance(source, gym.Env) else source
+    for known, wrap in _FOREIGN:
+        if known(source):
+            return wrap(source).lanes_env
+    if isinstance(source, EnvBase):
+        if source.is_closed:
+            raise WrongState(f"{type(source).__name__} is closed; make a new one")
+        return source.lanes_env
+    if isinstance(source, gym.vector.VectorEnv):
+        return VectorLanes(source)
+    if isinstance(source, gym.Env):
+        return GymLanes([source])
+    if isinstance(source, Env):
+        return source
     raise WrongArgument(
         f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}{torch_hint(source)}"
     )
@@ -129,4 +130,4 @@ def is_env(source: Any) -> bool:
     if isinstance(source, type):
         return False
     known = isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
-    return known or is_torchrl(source) or any(theirs(source) for theirs in _FOREIGN)
+    return known or is_torchrl(source) or any(theirs(source) for theirs, _ in _FOREIGN)

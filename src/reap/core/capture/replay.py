@@ -168,10 +168,8 @@ class Captured:
         read = {at for call in self._body for at in call.reads} | {*self._outputs}
         return [[at in read for at in call.writes] for call in self._body if call.func == func]
 
-    def _source(self, tensors: Sequence[Tensor], outside: Mapping[int, Tensor], *, each: bool = True) -> StepSource:
-        """What writes a function of these; `each`: one that is called at each step."""
-        if not each:
-            return StepSource(tensors, outside, self._fixed, numpy=False, arrays=self._arrays)
+    def _source(self, tensors: Sequence[Tensor], outside: Mapping[int, Tensor]) -> StepSource:
+        """What writes a function of these that is called at each step."""
         more: dict[str, Any] = {"arrays": self._arrays, "inference": self._inference, "memory": self._memory}
         return StepSource(tensors, outside, self._fixed, numpy=self._numpy, **more)
 
@@ -244,9 +242,8 @@ class Captured:
         at_once = [*(Wanted(self._outputs[i], as_array=True) for i in now), *map(Wanted, kept)]
         step = self._source(short.tensors, self._outside).function(short.calls, self.used, at_once)
         later += short.checked
-        columns = self._source(short.tensors, self._outside, each=False).function(
-            later, kept, [Wanted(at) for at in asked]
-        )
+        source = StepSource(short.tensors, self._outside, self._fixed, numpy=False, arrays=self._arrays)
+        columns = source.function(later, kept, [*map(Wanted, asked)])
         moves = [at in self._moving or at >= len(self._tensors) for at in asked]
         halves = Halves(step, columns, now, rest, checks, moves)
         halves.bind(*self._steady)

@@ -123,17 +123,13 @@ class StepSource:
                 f"def make({', '.join(f'r{at}' for at in self._fixed)}):",
                 *(f"    {line}" for line in self._before),
                 f"    def run({given}):",
-                *self._body(),
+                *(f"        {line}" for part in self._parts for line in self._guarded(part)),
                 f"        return ({returned})",
                 "    return run",
             ]
         )
         exec(compile(text, "<a captured step>", "exec"), self._names)  # our own text: no user's strings are in it
         return self._names["make"]  # type: ignore[no-any-return]
-
-    def _body(self) -> list[str]:
-        """All lines, indented; what is not torch's is called between the parts, in no mode of ours."""
-        return [f"        {line}" for part in self._parts for line in self._guarded(part)]
 
     def _guarded(self, part: Sequence[Line]) -> list[str]:
         """Lines in inference mode, if they are worth it, and with NumPy as silent as torch is where it would warn."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from reap.core.capture.chance import is_shared
+from reap.core.resume import generators, set_generators
 
 
 @contextlib.contextmanager
@@ -23,12 +23,10 @@ def untouched(policy: Any) -> Iterator[None]:
     attributes = [(m, type(m), dict(vars(m))) for m in objects]
     parts = [m for m in modules if isinstance(m, nn.Module)]
     buffers = [(m, name, b, b.clone()) for m in parts for name, b in m.named_buffers(recurse=False)]
-    alone = not is_shared()
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    drawn_from = None if is_shared() else generators()
     held = [value for _, _, before in attributes for value in before.values()]
     own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
     drawn = [(g.bit_generator, g.bit_generator.state) for g in held if isinstance(g, np.random.Generator)]
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -50,12 +48,8 @@ def untouched(policy: Any) -> Iterator[None]:
             generator.set_state(state)
         for bits, there in drawn:
             bits.state = there
-        if alone:
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
-        if alone and cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        if drawn_from is not None:
+            set_generators(drawn_from)
 
 
 def _registered(owner: Any) -> set[str]:
