@@ -13,7 +13,7 @@ from reap._system import silence
 from reap.testing import no_leaks
 from tests.faults.worlds import OpensGate
 from tests.programs import Programs
-from tests.seldom import is_seldom
+from tests.slow_tests import is_slow
 
 HERE = Path(__file__).parent
 FAILED = pytest.StashKey[bool]()  # a test that failed holds on to what it had: that is not another failure
@@ -41,10 +41,10 @@ LONGEST = (
     "interop/test_captured_envs.py",
     "background/test_running.py",
     "backends/test_multi.py",
-    "faults/test_company.py",
+    "faults/test_host_process.py",
     "faults/test_launchers.py",
     "examples/test_examples.py",
-    "faults/test_far.py",
+    "faults/test_remote_workers.py",
     "interop/test_compat.py",
     "faults/test_forks.py",
     "faults/test_programs.py",
@@ -59,7 +59,7 @@ LONGEST = (
 @pytest.hookimpl(tryfirst=True)  # before they are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if is_seldom(item.nodeid.removeprefix("tests/")):
+        if is_slow(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.slow)
     places = {str(HERE / file): place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(str(item.path), len(LONGEST)))

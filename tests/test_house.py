@@ -326,10 +326,10 @@ def test_the_signature_shows_every_option():
         inspect.signature(Collector).bind("CartPole-v1", None, 5)
 
 
-def test_tests_that_are_seldom_run_are_there():
-    """A name in tests/seldom.py that no test has any more would keep nothing from anybody."""
-    from tests.seldom import SELDOM
+def test_the_listed_slow_tests_exist():
+    """A name in tests/slow_tests.py that no test has any more would keep nothing from anybody."""
+    from tests.slow_tests import SLOW
 
-    for name in SELDOM:
+    for name in SLOW:
         file, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(), name

@@ -555,7 +555,7 @@ def test_an_evaluation_in_an_actor():
 
 def test_actors_tell_their_episodes_and_share_what_their_envs_learn():
     from reap.envs.transforms import NormalizeObservation, TransformedEnv
-    from tests.backends.test_episodes import GAMMA, LENGTHS, check
+    from tests.backends.episodes import GAMMA, LENGTHS, check
 
     with collect([functools.partial(CountingEnv, LENGTHS, w) for w in range(2)], sync=True, gamma=GAMMA) as c:
         found = []

@@ -16,15 +16,8 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import ParallelEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, inject, no_leaks
-from tests.background.worlds import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
+from tests.background.worlds import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make, until
 from tests.faults.worlds import BOUND, alive, pids, within
-
-
-def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
 
 
 class Boom(CountingEnv):

@@ -15,8 +15,7 @@ from reap.collectors import Collector
 from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerDied, WorkerRaised, WrongArgument, WrongState
 from reap.testing import CountingEnv
-from tests.background.test_running import until
-from tests.background.worlds import KINDS, buffer, check_rows, make
+from tests.background.worlds import KINDS, buffer, check_rows, make, until
 from tests.faults.worlds import BOUND, pids, within
 
 

@@ -12,7 +12,7 @@ import torch
 
 from reap.data import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 from reap.testing import no_leaks
-from tests.buffers.lines import hear, tell
+from tests.buffers.child_messages import hear, tell
 from tests.buffers.worlds import check_row, episodes, frames, half_a_row, line, start, stop
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reap.buffers.storage.buffer_files import BufferFiles
 from reap.buffers.storage.ring import BEGINS, FRONTIER, HEAD, HOLE
 from tests import example_count
-from tests.buffers.lines import hear, tell
+from tests.buffers.child_messages import hear, tell
 
 
 class Model:

@@ -26,7 +26,7 @@ from reap.data import (
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.testing import CountingEnv, EchoPolicy
 from tests import example_count
-from tests.buffers.lines import hear, tell
+from tests.buffers.child_messages import hear, tell
 from tests.buffers.worlds import episodes, half_a_row, start, stop
 
 SAMPLERS = {

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from reap._system.processes import Child, end
 from reap.data import ReplayBuffer
-from tests.buffers.lines import hear, tell
+from tests.buffers.child_messages import hear, tell
 
 
 def frames(ids, steps, done=None, *, pixels=False):

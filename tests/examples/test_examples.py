@@ -2,17 +2,11 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def run(name: str, *args: str, cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / name), *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+from tests.examples.scripts import run
 
 
 def is_png(path: Path) -> bool:

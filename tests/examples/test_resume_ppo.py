@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_examples import EXAMPLES, run
+from tests.examples.scripts import EXAMPLES, run
 
 UPDATES = "6"
 

@@ -21,7 +21,7 @@ from reap.collectors import MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.errors import UsageError, WorkerDied
 from reap.testing import EchoPolicy
-from tests.faults.test_survives import by_lane, check_lane
+from tests.faults.restart_worlds import by_lane, check_lane
 from tests.faults.worlds import SOON, collect, healthy, pids, within
 
 REMOTE = [DistributedCollector, RPCCollector]

@@ -13,8 +13,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv
-from tests.faults.test_survives import Once, check_lane, failing
-from tests.faults.test_survives_ready import check_lane_exactly
+from tests.faults.restart_worlds import Once, check_lane, check_lane_exactly, failing
 from tests.faults.worlds import healthy
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.interop.scenarios import ENVS, assert_same, policy_for
-from tests.interop.teams import build, renumbered, take
+from tests.interop.worker_groups import build, renumbered, take
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(60)]
 

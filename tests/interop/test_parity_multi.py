@@ -12,7 +12,7 @@ from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequentia
 from torch import nn
 
 from tests.interop.pairs import LIBRARIES, actor, assert_identical, columns, differs, reap
-from tests.interop.teams import IDS, assert_same_runs, both, build, renumbered, said, take, team
+from tests.interop.worker_groups import IDS, assert_same_runs, both, build, renumbered, said, take, team
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -14,10 +14,9 @@ from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import WorkerDied, WorkerRaised, WrongState
 from reap.testing import CountingEnv, EchoPolicy
-from tests.background.test_running import until
-from tests.background.worlds import KINDS, LENGTHS, MIX, buffer, check_rows, frame_numbers, make
+from tests.background.worlds import KINDS, LENGTHS, MIX, buffer, check_rows, frame_numbers, make, until
 from tests.faults.worlds import BOUND, pids, within
-from tests.resume.test_goes_on import through_a_file
+from tests.resume.worlds import through_a_file
 
 
 class Boom(CountingEnv):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import gymnasium as gym
 import pytest
 import torch
@@ -18,21 +16,7 @@ from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import CorruptState
 from reap.testing import CountingEnv, EchoPolicy
 from tests.envs.device_worlds import Recurrent
-from tests.resume.worlds import Samples, same
-
-
-class Noisy(nn.Module):
-    """What it wrote at one step decides about the next."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(3, 1)
-
-    def forward(self, tensordict):
-        before = tensordict.get("noise", torch.zeros(*tensordict.batch_size, 1))
-        tensordict["noise"] = 0.9 * before + torch.randn(*tensordict.batch_size, 1)
-        tensordict["action"] = self.net(tensordict["observation"]) + tensordict["noise"]
-        return tensordict
+from tests.resume.worlds import Noisy, Own, Samples, Secretive, goes_on, gym_lanes, same, through_a_file
 
 
 def flat():
@@ -40,10 +24,6 @@ def flat():
         TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
         ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True),
     )
-
-
-def gym_lanes(name, lanes):
-    return lambda: SerialEnv(lanes, lambda: GymEnv(name, categorical_action_encoding=True))
 
 
 CASES = {
@@ -77,33 +57,6 @@ class Talks(gym.Env):
     def step(self, action):
         self.t += 1
         return self._seen(), 1.0, self.t > 6, False, {}
-
-
-def through_a_file(state):
-    """Read without executing anything."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def goes_on(make, *, batches=3):
-    first = make()
-    first.set_seed(7)
-    for _ in range(batches):
-        first.next()
-    state = through_a_file(first.state_dict())
-    expected = [first.next().clone() for _ in range(batches)]
-    counted = first.stats()
-    first.shutdown()
-    second = make()
-    second.next()  # another beginning, of which nothing is left
-    second.load_state_dict(state)
-    for batch in expected:
-        same(second.next(), batch)
-    for name in ("frames", "episodes", "mean_return", "mean_length"):
-        assert second.stats()[name] == counted[name], name
-    second.shutdown()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,34 +101,6 @@ def test_atari():
         return Collector(gym_lanes("ALE/Pong-v5", 2)(), None, frames_per_batch=26)
 
     goes_on(make, batches=2)
-
-
-class Own(gym.Env):
-    """Cannot be pickled, and says itself what it is in the middle of."""
-
-    observation_space = gym.spaces.Box(-1e6, 1e6, (1,))
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self):
-        self.t, self.never = 0, (n for n in range(3))
-
-    def reset(self, *, seed=None, options=None):
-        self.t = 0
-        return [self.t], {}
-
-    def step(self, action):
-        self.t += 1
-        return [self.t], 1.0, self.t >= 10, False, {}
-
-    def get_state(self):
-        return self.t
-
-    def set_state(self, t):
-        self.t = t
-
-
-class Secretive(Own):
-    get_state = set_state = None
 
 
 def test_an_env_that_says_itself_where_it_is():

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from reap.collectors import Collector, Evaluator
 from reap.envs import PettingZooEnv, SerialEnv
 from reap.testing import CountingEnv, EchoPolicy
-from tests.envs.test_turns import Table
+from tests.envs.pettingzoo_worlds import Table
 from tests.envs.worlds import PLAN, CountingVector, Town
 
 

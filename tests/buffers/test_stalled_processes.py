@@ -18,7 +18,7 @@ from reap.collectors import MultiAsyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import WorkerSilent
 from reap.testing import CountingEnv, EchoPolicy
-from tests.buffers.lines import hear, tell
+from tests.buffers.child_messages import hear, tell
 from tests.buffers.worlds import frames, half_a_row, line, start, stop
 from tests.faults.worlds import freeze, wait_until_stopped, within
 

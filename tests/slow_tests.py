@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-SELDOM = (
+SLOW = (
     # An actor is an interpreter that Ray starts: one dead, one sync, one paused, one nested is enough here.
     "backends/test_ray.py::test_a_dead_actor_is_replaced[False]",
     "backends/test_ray.py::test_pause_returns_when_nothing_is_under_way[actor]",
@@ -94,8 +94,8 @@ SELDOM = (
     "interop/test_parallel_envs.py::test_the_same_as_torchrls[CartPole-v1-lanes, around-{}]",
     "interop/test_parallel_envs.py::test_lanes_of_lanes_are_the_same_as_torchrls[around]",
     # Every fault, in one process or another, and every process with one fault.
-    "faults/test_far.py::test_in_a_step[DistributedSyncCollector-exit]",
-    "faults/test_far.py::test_in_a_step[RPC*-exit]",
+    "faults/test_remote_workers.py::test_in_a_step[DistributedSyncCollector-exit]",
+    "faults/test_remote_workers.py::test_in_a_step[RPC*-exit]",
     "faults/test_loading.py::test_a_child_that_cannot_load_what_it_was_given_tells_the_cause[*-ConnectionRefusedError]",
     "faults/test_loading.py::test_a_child_that_cannot_load_what_it_was_given_tells_the_cause[a*-SystemExit]",
     "faults/test_loading.py::test_a_factory_that_raises_what_a_lost_connection_does_is_told[*-EOFError]",
@@ -121,8 +121,8 @@ SELDOM = (
     "backends/test_multi.py::test_every_form_of_weights[MultiAsyncCollector-module]",
     "backends/test_multi.py::test_every_form_of_weights[MultiAsyncCollector-TensorDict",
     "backends/test_multi.py::test_every_form_of_weights[MultiSyncCollector-state dict]",
-    "backends/test_begin_anew.py::test_random_frames_are_counted_on[1-",
-    "backends/test_begin_anew.py::test_random_frames_are_counted_on[4-Multi",
+    "backends/test_reset_calls.py::test_random_frames_are_counted_on[1-",
+    "backends/test_reset_calls.py::test_random_frames_are_counted_on[4-Multi",
     "background/test_into_buffers.py::test_rows_are_what_happened[split-sync]",
     "background/test_into_buffers.py::test_rows_are_what_happened[steps-async]",
     "background/test_into_buffers.py::test_rows_are_what_happened[grouped-sync]",
@@ -139,11 +139,11 @@ SELDOM = (
     "backends/test_ray.py::test_shutdown_in_the_middle_of_a_step",  # gloo and RPC do
     "backends/test_ray.py::test_into_a_buffer_of_this_process_by_the_front_door",  # a buffer of its own does
     "examples/test_examples.py::test_learning_from_a_buffer_runs_on_a_small_budget",  # PPO does, and docs/background.md
-    "faults/test_company.py::test_a_worker_that_prints_a_lot",
-    "faults/test_company.py::test_a_fork_of_the_parent_takes_nothing_along[MultiSyncCollector]",
-    "faults/test_company.py::test_a_frozen_reader_does_not_freeze_us",
+    "faults/test_host_process.py::test_a_worker_that_prints_a_lot",
+    "faults/test_host_process.py::test_a_fork_of_the_parent_takes_nothing_along[MultiSyncCollector]",
+    "faults/test_host_process.py::test_a_frozen_reader_does_not_freeze_us",
     "faults/test_deaths.py::test_in_close[MultiAsyncCollector-deaf]",
-    "faults/test_far.py::test_random_frames_in_collector_kwargs",
+    "faults/test_remote_workers.py::test_random_frames_in_collector_kwargs",
     'faults/test_interrupts_ready.py::test_ctrl_c_at_any_moment[env_backend="threading"]',
     "faults/test_launchers.py::test_one_that_takes_no_weights_is_in_the_log_where_there_is_no_timeout",
     "buffers/test_full_disk.py::test_rows_that_do_not_fit_on_the_disk_are_refused_before_the_first_is_written",
@@ -158,22 +158,22 @@ SELDOM = (
     "backends/test_ray.py::test_pause_returns_when_nothing_is_under_way[here]",
     "examples/test_resume_ppo.py::test_killed_twice_it_learns_the_same",  # runs that were killed go on in tests/resume
     "resume/test_envs.py::test_jax",
-    "faults/test_survives.py::test_a_worker_that_fails_is_replaced[stop-*]",
-    "faults/test_survives.py::test_a_worker_that_fails_is_replaced[hang-MultiAsyncCollector]",
-    "faults/test_survives.py::test_a_worker_that_fails_is_left_out[hang-*]",
-    "faults/test_survives.py::test_processes_of_a_parallel_env[None-*-hang]",
-    "faults/test_survives.py::test_processes_of_a_parallel_env[4-drop-hang]",
-    "faults/test_survives.py::test_a_remote_worker_that_lives_on_is_replaced[hang]",
-    "faults/test_survives.py::test_a_short_soak[memmap]",
-    "faults/test_survives.py::test_a_short_soak[rpc]",
-    "faults/test_survives.py::test_remote_workers_of_this_machine[RPCCollector-drop-*]",
-    "faults/test_survives_ready.py::test_ctrl_c_while_one_is_replaced[*",
-    "faults/test_survives_ready.py::test_a_short_soak[ready]",
-    "faults/test_survives_ready.py::test_lanes_of_a_parallel_env_that_come_as_they_are_ready[*-hang]",
-    "faults/test_survives_ready.py::test_an_env_that_fails_is_replaced[*stop]",
-    "faults/test_survives_ready.py::test_an_env_that_fails_is_replaced[threads of processes-hang]",
-    "faults/test_survives_ready.py::test_an_env_that_fails_is_left_out[*hang]",
-    "faults/test_survives_ready.py::test_one_that_dies_while_it_is_built_counts[threads of processes]",
+    "faults/test_restart.py::test_a_worker_that_fails_is_replaced[stop-*]",
+    "faults/test_restart.py::test_a_worker_that_fails_is_replaced[hang-MultiAsyncCollector]",
+    "faults/test_restart.py::test_a_worker_that_fails_is_left_out[hang-*]",
+    "faults/test_restart.py::test_processes_of_a_parallel_env[None-*-hang]",
+    "faults/test_restart.py::test_processes_of_a_parallel_env[4-drop-hang]",
+    "faults/test_restart.py::test_a_remote_worker_that_lives_on_is_replaced[hang]",
+    "faults/test_restart.py::test_a_short_soak[memmap]",
+    "faults/test_restart.py::test_a_short_soak[rpc]",
+    "faults/test_restart.py::test_remote_workers_of_this_machine[RPCCollector-drop-*]",
+    "faults/test_restart_ready.py::test_ctrl_c_while_one_is_replaced[*",
+    "faults/test_restart_ready.py::test_a_short_soak[ready]",
+    "faults/test_restart_ready.py::test_lanes_of_a_parallel_env_that_come_as_they_are_ready[*-hang]",
+    "faults/test_restart_ready.py::test_an_env_that_fails_is_replaced[*stop]",
+    "faults/test_restart_ready.py::test_an_env_that_fails_is_replaced[threads of processes-hang]",
+    "faults/test_restart_ready.py::test_an_env_that_fails_is_left_out[*hang]",
+    "faults/test_restart_ready.py::test_one_that_dies_while_it_is_built_counts[threads of processes]",
     # What limits a run of processes is told from times, which other tests on the same cores change.
     "watching/test_diagnosis.py::test_tiny_batches[Multi*",
     "watching/test_diagnosis.py::test_a_slow_learner[Multi*",
@@ -200,7 +200,7 @@ SELDOM = (
     "interop/test_private_names.py::test_gymnasiums_checks_stay_without",
     "interop/test_private_names.py::test_ray_does_without_its_private_module",
     # Every message and every fault is waited for; some of each are in make test.
-    "faults/test_between_messages.py::test_a_run_that_is_repeated_exactly_begins_anew_exactly[back-",
+    "faults/test_deaths_between_messages.py::test_a_run_that_is_repeated_exactly_begins_anew_exactly[back-",
     "faults/test_deaths.py::test_in_a_step[2-MultiAsyncCollector-",
     "background/test_sample_while.py::test_a_pause_of_another_thread_is_waited_for[sync]",
     "background/test_sample_while.py::test_a_pause_of_another_thread_is_waited_for[ready]",
@@ -213,9 +213,9 @@ SELDOM = (
 )
 
 
-def is_seldom(name: str) -> bool:
+def is_slow(name: str) -> bool:
     """Whether a test, named from tests/ on, is one of these."""
     return _PATTERN.match(name) is not None
 
 
-_PATTERN = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in SELDOM))
+_PATTERN = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in SLOW))

@@ -23,7 +23,7 @@ from reap.envs import AsyncEnvPool, ParallelEnv
 from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import inject
-from tests.faults.test_survives import BuildsOnlyWithout, Once, check_lane, failing
+from tests.faults.restart_worlds import BuildsOnlyWithout, Once, check_lane, check_lane_exactly, failing
 from tests.faults.worlds import healthy
 
 WHERE = {
@@ -39,19 +39,6 @@ BY_GROUP = {"processes": 1, "two in a process": 2, "threads of processes": 2, "t
 def batched(makers, policy=None, where="processes", **options):
     options = {"frames_per_batch": 40, "total_frames": -1, **WHERE[where], **options}
     return AsyncBatchedCollector(makers, policy or EchoPolicy(), **options)
-
-
-def check_lane_exactly(rows, lane):
-    """Every row of a lane in order of time: no episode is missing either. Returns how many trajectories were cut."""
-    cuts = check_lane(rows, lane)
-    first = torch.cat([torch.ones(1, dtype=bool), rows["collector", "traj_ids"].diff() != 0])
-    episodes, cut = rows["observation"][first, 1].tolist(), rows["collector", "cut"][first].tolist()
-    expected = -1
-    for episode, begun_anew in zip(episodes, cut):
-        expected = 0 if begun_anew else expected + 1
-        assert episode == expected
-    assert int(rows["collector", "cut"].sum()) == cuts
-    return cuts
 
 
 def check(batches, lanes=4):

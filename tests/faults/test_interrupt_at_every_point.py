@@ -26,7 +26,7 @@ from reap.envs.parallel.process_workers import ThreadedProcessWorkers
 from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
 from tests.background.worlds import KINDS as IN_BACKGROUND
 from tests.background.worlds import buffer, check_end, make
-from tests.faults.moments import Moment
+from tests.faults.interrupt_points import Moment
 from tests.faults.worlds import HERE, KINDS, LANES, all_gone, collect, healthy, pids, whole
 
 pytestmark = pytest.mark.timeout(120)
