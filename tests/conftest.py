@@ -19,8 +19,10 @@ HERE = Path(__file__).parent
 FAILED = pytest.StashKey[bool]()  # a test that failed holds on to what it had: that is not another failure
 
 torch.set_num_threads(1)
-# Started in the background by a shell, we would ignore these two, and so would every program that a test starts.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+# A shell ignores the first two in what it starts in the background, `nohup` the third; every program that a test starts
+# would inherit that.
+USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+for number, usual in USUAL.items():
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 

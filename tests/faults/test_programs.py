@@ -134,7 +134,7 @@ class Env(CountingEnv):
     def __init__(self, tidy):
         super().__init__()
         self.tidy, self.memory, self.parents = tidy, SharedMemory(create=True, size=8), SharedMemory(name=ours.name)
-        print(self.memory.name, flush=True)
+        os.write(1, f"{self.memory.name}\\n".encode())  # one write: print() makes two, and two workers' may mix
     def close(self):
         if self.tidy:
             self.memory.unlink()
