@@ -1,10 +1,10 @@
-"""State that a policy keeps on itself: what `forward` assigns to an attribute, and acts by at the next step.
+"""Find state that a policy keeps on itself: attributes that `forward` assigns and that affect the next step.
 
-    self.h = self.cell(observation, self.h)      never begun anew with an episode, and the lanes in it may change places
+    self.h = self.cell(observation, self.h)      not reset when an episode ends, and wrong if lanes change places
 
-Only what is certain is found: tensors with the lanes in front (or behind the layers, as `nn.LSTM` has them), on which
-the answer to the same observation depends. What is kept for a look at it, statistics of observations, counters and
-registered buffers are not meant.
+Only clear cases are found: tensors whose first dimensions are the lanes (or whose second are, as in `nn.LSTM`, after
+the layers), on which the answer to the same observation depends. Values kept for inspection, statistics of
+observations, counters and registered buffers are not reported.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Answer = Callable[[], list[Any]]
 
 
 def attributes(policy: Any) -> Attributes:
-    """What a policy and its parts hold as plain attributes."""
+    """Return the plain attributes of a policy and its parts."""
     return {(path, name): value for path, part in _parts(policy).items() for name, value in vars(part).items()}
 
 
 def assigned(
     policy: Any, before: Attributes, size: tuple[int, ...], observed: Collection[tuple[int, ...]]
 ) -> Attributes:
-    """The attributes that are tensors of so many lanes now and were not the same before.
+    """Return the attributes that hold tensors of all lanes now, and other objects in `before`.
 
-    `observed` are the shapes of one lane's observations: a mean of them is none of a lane.
+    `observed` are the shapes of one lane's observations: a tensor of such a shape, like their mean, has no lanes.
     """
     return {
         key: value
@@ -42,11 +42,11 @@ def assigned(
 
 
 def acts_by(policy: Any, kept: Attributes, answer: Answer) -> bool:
-    """Whether the policy answers otherwise where these attributes are as an earlier call has left them."""
+    """Return whether the policy's answer changes if its attributes have the values `kept` from an earlier call."""
     try:
         fresh, again, later = (_answered(policy, given, answer) for given in ({}, {}, kept))
         return _same(fresh, again) and not _same(fresh, later)
-    except Exception:  # a policy that can be called once only; what it raises when it acts is told then
+    except Exception:  # such as from a policy that can be called only once; collecting reports what it raises then
         return False
 
 

@@ -1,10 +1,10 @@
-"""LaneByLane: each lane is decided about by itself, with random numbers of its own.
+"""LaneByLane: run the policy on each lane separately, with a random generator per lane.
 
     row t   lane 0 ──► its generator ──► policy on a batch of one ──► lane 0
             lane 1 ──► its generator ──► policy on a batch of one ──► lane 1
 
-What a lane gets then depends on its seed and on nothing else: not on how many lanes share a process, nor on which. A
-batch of one has the same bits wherever it is computed; a batch of eight and one of four need not.
+What a lane gets then depends only on its own seed, not on how many lanes share a process, nor on which. A batch of one
+has the same bits wherever it is computed; batches of eight and of four may differ.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from reap.errors import UsageError
 from reap.seeding import fresh_seed
 from reap.spec import EnvSpec, Key
 
-_OF_POLICY = 0x9E3779B9  # mixed into a lane's seed: the env has the seed itself
+_OF_POLICY = 0x9E3779B9  # mixed into a lane's seed, because the env uses the seed itself
 
 
 def spec_of_one(spec: EnvSpec, *, record: bool) -> EnvSpec:
-    """What each lane's policy sees of an env; refuses where it cannot be shown one lane."""
+    """Return the spec that each lane's policy sees; raise UsageError if lanes cannot be shown to it one by one."""
     strange = spec.look.dims is not None or any(leaf.loose for leaf in spec.observation.values())
     for wrong, why in (
         (spec.ready_of is not None, "lanes come as they are ready"),
@@ -38,13 +38,13 @@ def spec_of_one(spec: EnvSpec, *, record: bool) -> EnvSpec:
 
 
 class LaneGenerators:
-    """Where the random generator of each lane is. Only torch's is the lane's own."""
+    """The state of each lane's random generator. Only torch's generator is kept per lane."""
 
     def __init__(self, lanes: int) -> None:
         self.states = [_begun(fresh_seed()) for _ in range(lanes)]
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Begin anew, each lane with a seed of its own."""
+        """Restart the generator of each lane with a seed of its own."""
         self.states[:] = [_begun(seed) for seed in seeds]
 
 
@@ -53,13 +53,13 @@ def _begun(seed: int) -> Tensor:
 
 
 class LaneByLane(PolicyWrapper):
-    """Policies of one lane each, all of one model; `spec` is that of all lanes."""
+    """Runs one policy per lane, all of the same model; `spec` is the env's, with all lanes."""
 
     def __init__(self, policies: Sequence[Policy], noise: LaneGenerators, spec: EnvSpec) -> None:
         super().__init__(policies[0])
         self._policies, self._noise, self._spec = list(policies), noise, spec
         self.remembers = policies[0].remembers
-        self._parts: dict[int, tuple[Slot, list[Slot]]] = {}  # of each slot: its lanes, one by one
+        self._parts: dict[int, tuple[Slot, list[Slot]]] = {}  # of each slot: its lanes as slots of one lane
         self._keys: list[RowKeys] = []
         self._rows: list[list[Row]] = []
         self._t = 0
@@ -78,7 +78,7 @@ class LaneByLane(PolicyWrapper):
         torch.set_rng_state(before)
         if not self._keys or self._keys[0].outputs != tuple(self.written):
             self._keys = [RowKeys(self._spec, policy.inputs, policy.written) for policy in self._policies]
-        # What follows the last row is nothing to a policy: any memory of that shape will do.
+        # Policies do not read what follows the last row: any memory of that shape will do.
         last = [parts[0].arrays[key][0] for key in self._spec.observation]
         self._rows = [list(part.cut(keys, last)) for part, keys in zip(parts, self._keys)]
         self._t = 0

@@ -1,4 +1,4 @@
-"""untouched: trying out a user's object without a trace."""
+"""untouched: try out a user's object without leaving a trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reap.core.resume import generators, set_generators
 
 @contextlib.contextmanager
 def untouched(policy: Any) -> Iterator[None]:
-    """Put random generators, buffers and attributes back as they were; generators only where nobody else draws."""
+    """Restore random generators, buffers and attributes on exit; generators only if no other thread draws from them."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
     objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
     attributes = [(m, type(m), dict(vars(m))) for m in objects]
@@ -32,7 +32,7 @@ def untouched(policy: Any) -> Iterator[None]:
     finally:
         for owner, kind, before in attributes:
             if type(owner) is not kind:
-                continue  # a lazy module has found its shape: that is not undone
+                continue  # a lazy module was initialised, which is not undone
             now = vars(owner)
             made = _registered(owner)
             before = {n: v for n, v in before.items() if n not in made}  # layers made on the first call stay
@@ -42,7 +42,7 @@ def untouched(policy: Any) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, value in buffers:
                 buffer.copy_(value)
-                if getattr(owner, name, None) is not buffer:  # another was put in its place
+                if getattr(owner, name, None) is not buffer:  # it was replaced by another tensor
                     setattr(owner, name, buffer)
         for generator, state in own:
             generator.set_state(state)
@@ -53,7 +53,7 @@ def untouched(policy: Any) -> Iterator[None]:
 
 
 def _registered(owner: Any) -> set[str]:
-    """The names under which a module holds layers, parameters and buffers."""
+    """Return the names under which a module holds layers, parameters and buffers."""
     if not isinstance(owner, nn.Module):
         return set()
     held = (owner.named_parameters, owner.named_buffers)
