@@ -1,10 +1,11 @@
-"""A policy on a GPU for lanes on the host: its forward and sampling as one CUDA graph, rows pinned.
+"""CudaGraphPolicy: run a GPU policy for lanes on the host as one CUDA graph, with rows in pinned memory.
 
     row ──► static input ──► replay ──► static output ──► pinned memory ──► row         one wait per step
 
-Rows are pinned once with their slot (`pinned`), so copies need no staging. The first step is made as it is; the second
-is recorded, replayed and compared with the same step made as it is. A policy whose tensors move is recorded anew. Rows
-of another width (core/policies/buckets.py) are a recording of their own, on the same memory.
+The graph holds forward and sampling. Rows are pinned once with their slot (`pinned`), so copies need no staging. The
+first step runs without a graph; the second is recorded, replayed and compared with the same step without a graph. A
+policy whose tensors move is recorded again. Rows of another width (core/policies/buckets.py) have a recording of their
+own, on the same memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from reap.spec import Key, Leaf
 
 
 class Width:
-    """Memory for rows of one width: what a replay reads, where it leaves its outputs, and where the host finds them."""
+    """Memory for rows of one width: a replay's inputs and outputs on the GPU, and the outputs' copies on the host."""
 
     recording: CudaGraphRollout
 
@@ -35,7 +36,7 @@ class Width:
         self.shown = tuple(t.numpy() for t in host)
 
     def cut(self, size: int) -> Width:
-        """The first `size` positions of it."""
+        """Return the first `size` positions of this memory."""
         return Width([t[:size] for t in self.inputs], [t[:size] for t in self.static], [t[:size] for t in self.host])
 
 
@@ -70,7 +71,7 @@ class CudaGraphPolicy(SubstitutePolicy):
             width.recording.look_again()
 
     def _lay_out(self, slot: Slot) -> Width:
-        """Memory that keeps its address, for rows of any width."""
+        """Allocate memory that keeps its address, for rows of the full width and, cut, of any other."""
         columns: dict[Key, Leaf] = slot.layout.columns
         lanes = slot.layout.dims
 
@@ -84,7 +85,7 @@ class CudaGraphPolicy(SubstitutePolicy):
         )
 
     def _width_of(self, row: Row) -> Width:
-        """The memory for rows as wide as this one, and what is recorded on it."""
+        """Return the memory for rows as wide as this one, with its recording."""
         assert self._room is not None
         shape = row.outputs[0].shape
         width = self._widths.get(shape)
@@ -116,7 +117,7 @@ class CudaGraphPolicy(SubstitutePolicy):
 
 
 def recorded(policy: Policy, model: Any, device: torch.device | None) -> CudaGraphPolicy:
-    """`policy`, replayed; or why it cannot be."""
+    """Return `policy` replayed as a CUDA graph, or raise a UsageError that says why it cannot be recorded."""
     if isinstance(policy, TensorPolicy):
         return CudaGraphPolicy(policy, model, device or torch.device("cpu"))
     if isinstance(policy, RandomActions):
@@ -128,7 +129,7 @@ def recorded(policy: Policy, model: Any, device: torch.device | None) -> CudaGra
 
 
 def pinned(make: Callable[[Layout, int], Slot], device: torch.device | None) -> Callable[[Layout, int], Slot]:
-    """Slots whose memory a policy on `device` reads and writes without a copy between, shared memory included."""
+    """Return a factory of slots, also in shared memory, that a policy on `device` accesses without staging copies."""
 
     def made(layout: Layout, index: int) -> Slot:
         slot = make(layout, index)
@@ -139,12 +140,12 @@ def pinned(make: Callable[[Layout, int], Slot], device: torch.device | None) -> 
 
 
 def pin(block: np.ndarray[Any, Any], device: torch.device | None) -> None:
-    """Memory a policy on `device` will read, registered with that GPU in this process as long as somebody looks at it.
+    """Register memory that a policy on `device` will read with that GPU, in this process, until `block` is freed.
 
-    Others who map it notice nothing; a process whose policy is on the CPU never gets here, and has no CUDA context.
+    Other processes that map it are not affected. Without a CUDA `device` this does nothing and makes no CUDA context.
     """
     if device is None or device.type != "cuda" or not block.nbytes:
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) == 0:  # else it is as it was, only slower
+    if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) == 0:  # else it is not pinned: only slower
         weakref.finalize(block, runtime.cudaHostUnregister, block.ctypes.data).atexit = False
