@@ -1,13 +1,13 @@
-"""Provable: whether the code of a user's modules can be known to be a function of tensors, by reading it.
+"""Provable: find out by reading the code of a user's modules whether it is certain to be a function of tensors.
 
 A recording shows what a module did; it cannot show what it would do another time. So the code is read before anything
 is recorded. A module of torch's, tensordict's or TorchRL's own is known. One of the user's own is a function of tensors
-if its `forward`, and whatever methods and functions of the user's that calls, decorators and distributions of the
-user's own included, do nothing else than this:
+if its `forward`, and the user's own methods and functions that it calls, decorators and distributions included, do only
+this:
 
-- look up names of torch, `math`, constants and modules that are registered, and attributes that are numbers, tensors or
-  modules: no clocks, files, generators, settings, plain objects, which change without anybody noticing;
-- compute with them: no attribute, item or variable outside is written, nothing is imported, no context is entered.
+- look up names of torch, `math`, constants, registered modules, and attributes that are numbers, tensors or modules;
+  not clocks, files, generators, settings or plain objects, which can change unnoticed;
+- compute with them: no attribute, item or outer variable is written, nothing is imported, no context is entered.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WRITES = frozenset(
         "PUSH_EXC_INFO", "CHECK_EXC_MATCH"
     }
 )
-# What the process is set to, or more than tensors know: names of torch that are not functions of tensors.
+# Names of torch that are not functions of tensors, but settings of the process or more.
 _SETTINGS = frozenset(
     {
         "are_deterministic_algorithms_enabled", "backends", "default_generator", "distributed", "futures",
@@ -59,7 +59,7 @@ _SETTINGS = frozenset(
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why a model's code cannot be known to be a function of tensors; None if it can."""
+    """Return why a model's code is not certain to be a function of tensors; None if it is."""
     return CodeReader([model]).why
 
 
@@ -67,9 +67,9 @@ class CodeReader:
     """Reads the code of modules.
 
     Attributes:
-        why: why it cannot be known to be a function of tensors; None if it can.
-        functions: the functions of the user's own that were read.
-        classes: the classes of the user's own that they make objects of, like distributions.
+        why: why it is not certain to be a function of tensors; None if it is.
+        functions: the user's own functions that were read.
+        classes: the user's own classes of which the code makes objects, such as distributions.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -104,7 +104,7 @@ class CodeReader:
         return self._code(type(part).forward)
 
     def _held(self, value: Any, depth: int) -> str | None:
-        """Why something that a module holds, and may call, is a reason."""
+        """Return what is wrong with a value that a module holds and may call; None if nothing is."""
         if isinstance(value, (Mapping, list, tuple)):
             inside = value.values() if isinstance(value, Mapping) else value
             return next((r for v in inside if (r := self._held(v, depth - 1)) is not None), None) if depth else None
@@ -120,7 +120,7 @@ class CodeReader:
         return f"is a {type(value).__name__}"
 
     def _class(self, kind: type) -> str | None:
-        """Why a class whose objects live for one step, as distributions do, is a reason; it may write to them."""
+        """Return what is wrong with a class whose objects live for one step (distributions); it may write to them."""
         if kind in self.classes:
             return None
         self.classes[kind] = None
@@ -138,7 +138,7 @@ class CodeReader:
         return None
 
     def _code(self, function: Any, of: type | None = None) -> str | None:
-        """Why a function, or a method of the class `of`, is more than a function of tensors."""
+        """Return why a function, or a method of the class `of`, is more than a function of tensors; or None."""
         function = _without_known_wrappers(function)
         if not isinstance(function, types.FunctionType):
             return f"is a {type(function).__name__}"
@@ -154,7 +154,7 @@ class CodeReader:
             except ValueError:
                 continue
             if inspect.isclass(value) and (value in self._kinds or value in self.classes):
-                continue  # `super()`
+                continue  # the variable that `super()` reads
             reason = self._value(value, "a variable around it")
             if reason is not None:
                 return reason
@@ -171,9 +171,9 @@ class CodeReader:
         return None
 
     def _name(self, name: str, function: types.FunctionType, of: type | None) -> str | None:
-        """Why a name in the code is a reason: it may be a global, an attribute, or a method of a tensor.
+        """Return what is wrong with a name in the code, which may be a global, an attribute, or a tensor's method.
 
-        An attribute may be that of any of the modules, and a method that of any of its class's parents (`super`).
+        An attribute may belong to any of the modules, and a method to any parent of its class (`super`).
         """
         if name in function.__globals__:
             reason = self._value(function.__globals__[name], name)
@@ -190,7 +190,7 @@ class CodeReader:
         reasons = (self._value(value, f"its attribute {name}") for value in held)
         found = [vars(cls)[name] for cls in kinds if name in vars(cls) and not _is_known(cls) and cls is not object]
         if any(inspect.isfunction(value) for value in found) and of is not None:
-            found = []  # all methods of the class are read
+            found = []  # `_class` reads all methods of the class
         plain = [v.fget if isinstance(v, property) else getattr(v, "__func__", v) for v in found]
         of_classes = (self._value(value, f"its class's {name}") for value in plain)
         return next((reason for them in (reasons, of_classes) for reason in them if reason is not None), None)
@@ -216,7 +216,7 @@ class CodeReader:
 
 
 def _without_known_wrappers(function: Any) -> Any:
-    """What a method, or a function that torch has wrapped (`@torch.no_grad()`), is inside."""
+    """Return the function inside a method, or inside torch's wrappers of a function (`@torch.no_grad()`)."""
     function = getattr(function, "__func__", function)
     while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _written_there(function):
         function = getattr(function.__wrapped__, "__func__", function.__wrapped__)
@@ -224,20 +224,20 @@ def _without_known_wrappers(function: Any) -> Any:
 
 
 def _is_known(thing: Any) -> bool:
-    """Whether something is torch's, tensordict's or TorchRL's: all of it, not just what is around a function."""
+    """Return whether something is torch's, tensordict's or TorchRL's own, not just wrapped by one of them."""
     if isinstance(thing, types.FunctionType):
         return _written_there(_without_known_wrappers(thing))
     return _root(getattr(thing, "__module__", None) or "") in _KNOWN
 
 
 def _written_there(function: Any) -> bool:
-    """Whether a function's code is in one of these libraries. The name it bears may be that of what it is around."""
+    """Return whether a function's code is in these libraries; its own names may be copied from what it wraps."""
     where = function.__globals__.get("__name__") if isinstance(function, types.FunctionType) else function.__module__
     return _root(where or "") in _KNOWN
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions in it."""
+    """Yield a function's code object, and those of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
