@@ -1,13 +1,13 @@
-"""Shorter ways to the same bits: torch calls in place of which others are made when a step is replayed.
+"""Replace torch calls by cheaper ones that give the same bits, when a step is replayed.
 
     linear(x, W, b) of one row      addmv(b, W, x)                       3.5 → 1.9 µs
     multinomial(p, 1)               argmax(p / exponential)              14.7 → 5 µs   checked after the rollout
     normal(mean, std)               normal_(0, 1) · std + mean           7.1 → 3.5 µs
     tanh(linear(…))                 tanh_(linear(…))                     1.1 → 0.7 µs
-    one_hot(argmax(…), 2)           rows of a table                      4 → 1 µs      of indices that are within it
+    one_hot(argmax(…), 2)           rows of a table                      4 → 1 µs      for indices known to be in range
 
-These are the calls torch makes inside, without what it does around them. What `multinomial` would refuse at each step
-is looked for at the end. That the bits are the same, and the random numbers, is proved on probes (`Halves.agrees`).
+These are the calls torch makes inside, without what it does around them. What `multinomial` would reject at each step
+is checked at the end of the rollout. `Halves.agrees` proves on probes that bits and random numbers are the same.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from reap.core.capture.recorder import Call, Decision, Register, name_of
 
 _IN_PLACE = {"tanh": torch.tanh_, "relu": torch.relu_}
 _SAME_NUMBERS = {"reshape", "view", "squeeze", "unsqueeze", "flatten", "expand", "T", "clone", "contiguous", "long"}
-_FRESH = {"linear", "addmv"}  # what they return is nobody else's
+_FRESH = {"linear", "addmv"}  # nobody else holds what they return
 
 
 class Shortened:
-    """Calls of a step, some of them by shorter ways.
+    """The calls of a step, some of them replaced by cheaper ones.
 
     Attributes:
-        calls: those to make.
-        checked: further calls, which look whether what was given is what the longer way would have taken.
-        checks: what they have to say.
-        tensors: one of the shape and type of each register, new ones at the end.
+        calls: the calls to make.
+        checked: further calls, which test whether the original calls would have accepted their arguments.
+        checks: the values that those calls must give.
+        tensors: a tensor of the shape and dtype of each register, with new registers at the end.
     """
 
     def __init__(self, calls: Sequence[Call], tensors: Sequence[Tensor], wanted: Collection[int]) -> None:
@@ -42,7 +42,7 @@ class Shortened:
         self.calls: list[Call] = []
         self.checked: list[Call] = []
         self.checks: list[Decision] = []
-        self._below: dict[int, int] = {}  # registers of indices that are never negative, and always below this
+        self._below: dict[int, int] = {}  # registers of indices that are at least 0, and below this number
         for call in calls:
             name = name_of(call.func)
             if name == "linear" and self._of_one_row(call):
@@ -107,7 +107,7 @@ class Shortened:
         self.checks.append(Decision(bool, said.at, True, True))
 
     def _bound(self, name: str, call: Call) -> None:
-        """Note how large the indices are that a call returns, where that can be known."""
+        """Note an upper bound of the indices that a call returns, if one is known."""
         made = call.results if isinstance(call.results, Register) or not call.results else call.results[-1]
         if not isinstance(made, Register) or call.changes:
             return
@@ -148,7 +148,7 @@ class Shortened:
         self._add(torch.add, (scaled, mean), call.results)
 
     def _work_in_place(self, wanted: Collection[int]) -> None:
-        """Let an activation write over the layer's result, where nobody else looks at it."""
+        """Let an activation overwrite the result of the layer before it, if nothing else reads that."""
         made = {call.writes[0]: name_of(call.func) for call in self.calls if len(call.writes) == 1}
         readers: dict[int, int] = {}
         for call in (*self.calls, *self.checked):
