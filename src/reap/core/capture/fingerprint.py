@@ -49,7 +49,7 @@ class Fingerprint:
                     self._keep_if_container(function.__globals__[name])
 
     def _keep(self, container: Any, depth: int) -> None:
-        """Note the objects in a container and, so deep, in those inside it: identity tells whether one was replaced."""
+        """Note the objects in a container, and `depth` levels deep in those inside, to find out if one is replaced."""
         keys = tuple(container) if isinstance(container, Mapping) else ()
         values = tuple(container.values() if isinstance(container, Mapping) else container)
         self._held.append((container, keys, values))
@@ -124,7 +124,7 @@ class _Contents(Mapping[Any, Any]):
 
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
-    """Yield every function in those of a class and its parents that are a user's own."""
+    """Yield every function in the user's own classes among a class and its parents."""
     for cls in _own_classes(kind):
         for value in vars(cls).values():
             value = getattr(value, "__func__", getattr(value, "fget", value))
@@ -134,6 +134,6 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _own_classes(kind: type) -> list[type]:
-    """Return those of a class and its parents that are a user's own."""
+    """Return the user's own classes among a class and its parents."""
     libraries = ("torch", "tensordict", "torchrl", "builtins", "abc", "typing")
     return [cls for cls in kind.__mro__ if cls.__module__.partition(".")[0] not in libraries]

@@ -32,7 +32,7 @@ class GreyPictures:
         self._divisor = divisor
         self._weights = torch.tensor(weights, dtype=torch.float32).repeat(self._width)
         height, width, lanes = self._height, self._width, max(1, torch.Size(self._lead).numel())
-        self._lanes = min(lanes, max(1, _CACHE // (height * width * 3 * 4)))  # converted at a time
+        self._lanes = min(lanes, max(1, _CACHE // (height * width * 3 * 4)))  # of them at a time
         floats, sums = torch.empty(self._lanes, height, width * 3), torch.empty(self._lanes, height, width)
         sizes = {self._lanes, lanes % self._lanes or self._lanes}
         self._rooms = {

@@ -380,7 +380,7 @@ class RecordedStep(NamedTuple):
 def record(
     call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], shadows: Shadows | None = None
 ) -> RecordedStep:
-    """Run `call` on copies of `inputs` and record its torch calls, which use `shadows` of outside tensors if given."""
+    """Run `call` on copies of `inputs`, and on `shadows` of outside tensors if given; record its torch calls."""
     if not torch_internals.KNOWS_CHANGES:
         raise NotCaptured("this version of torch does not say which tensors a call has changed")
     inputs = [x.detach().clone() for x in inputs]  # no two of these are the same tensor

@@ -169,7 +169,7 @@ class Captured:
         return [[at in read for at in call.writes] for call in self._body if call.func == func]
 
     def _source(self, tensors: Sequence[Tensor], outside: Mapping[int, Tensor]) -> StepSource:
-        """Return a generator of functions on these tensors that are called at each step."""
+        """Return a StepSource for functions of these tensors that are called at each step."""
         more: dict[str, Any] = {"arrays": self._arrays, "inference": self._inference, "memory": self._memory}
         return StepSource(tensors, outside, self._fixed, numpy=self._numpy, **more)
 

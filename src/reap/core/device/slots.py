@@ -2,7 +2,7 @@
 
     DeviceSlot     columns `[T, N, …]` as tensors; on a GPU a batch is lent as on the host, elsewhere it is copied
     DeviceLedger   trajectory ids, computed on the device
-    DeviceStats    returns and lengths, summed on the device; read only when `summary` is called
+    DeviceStats    returns and lengths, summed on the device; read only on request
 
 The ids are the same as those of the host's `Ledger`.
 """
@@ -93,7 +93,7 @@ class Lent:
 
 
 class DeviceStats:
-    """The counts of one worker; numbers on the device are read only by `summary`.
+    """The counts of one worker; `summary` and `state` read those that are on the device.
 
     `one_by_one` is a host `Stats` that counts every episode, if the plan tracks episodes.
     """

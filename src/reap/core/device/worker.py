@@ -1,7 +1,7 @@
 """DeviceWorker: a worker whose lanes, policy and slot are on one device. The loop is the same.
 
 fill ─► RolloutLoop.fill (rows are tensors, lanes that ended are reset by the env's own `after_step`) ─► ids, sums
-        └──── with `record`: all of it in one replay of a CUDA graph, see cudagraph_rollout.py
+        └──── with `plan.cuda_graphs`: all of it in one replay of a CUDA graph, see cudagraph_rollout.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """as_policy: decide once which kind of Policy a user's policy becomes.
 
     policy ──► random actions │ a flat program │ a TensorDictModule │ a callable on TensorDicts │ a function of tensors
-               `KINDS` lists functions in this order; the first that returns a policy decides, and it has been probed
+               `KINDS` are tried in this order; the first one that fits becomes the policy, after a probe
 
 Whatever can be decided once is decided here, by calling the policy on a real observation. These calls leave no trace:
 random generators, buffers and attributes are restored. The first call fixes the columns the policy writes; a later call
@@ -51,7 +51,7 @@ class PolicyContext:
     spec: EnvSpec
     columns: Mapping[Key, Any]  # one real value of every column the policy may read, in the shape it will see
     kind: InteractionType | None  # the exploration type
-    carry: Sequence[Key] = ()  # recurrent state whose first value the policy declares; the env has `spec.primed`
+    carry: Sequence[Key] = ()  # recurrent state that the policy gives a first value; the env does so for `spec.primed`
     device: torch.device | None = None  # the device the policy computes on, if not the one its rows are on
     shown: torch.device | None = None  # the `device` of the TensorDicts made for the policy
     out_keys: Sequence[Key] | None = None  # names for the parts of a tuple the policy returns
@@ -85,7 +85,7 @@ def as_policy(policy: Any, context: PolicyContext) -> Policy:
 
 
 def _random_actions(policy: Any, context: PolicyContext) -> Policy | None:
-    """Return random actions for no policy or one that only draws, from its own action space or else the env's."""
+    """Return random actions if the policy is None or only draws, from the policy's own action space or the env's."""
     if not _acts_at_random(policy):
         return None
     action = context.spec.action
@@ -99,7 +99,7 @@ def _random_actions(policy: Any, context: PolicyContext) -> Policy | None:
 
 
 def _flat_program(policy: Any, context: PolicyContext) -> Policy | None:
-    """Return TensorDictModules as a flat list of tensor operations, if they can run so and all they read is there."""
+    """Return TensorDictModules as a flat list of tensor operations, if that is possible and all they read is there."""
     program = flatten(policy, context.kind) if isinstance(policy, TensorDictModuleBase) else None
     if program is None or not context.columns.keys() - context.loose.keys() >= {*program.inputs}:
         return None
@@ -133,7 +133,7 @@ def _callable_on_tensordicts(policy: Any, context: PolicyContext) -> Policy | No
 
 
 def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
-    """Return anything else as a function of the observations its parameters are named after, or of the only one."""
+    """Return anything else as a function of the observations it names as parameters, or of the only one there is."""
     if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
         raise WrongState(
             f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "

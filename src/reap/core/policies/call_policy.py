@@ -68,7 +68,7 @@ class CallPolicy(TensorPolicy):
             if self._given is not None:
                 raise UsageError(f"out_keys names the parts of a tuple; the policy returned {show_keys(getters(out))}")
             found = getters(out)
-            carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # may be under its own name
+            carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name
             keys = [carried.get(key, key) for key in found]
             self._names = len(out) if isinstance(out, Mapping) else None
             self.learn_outputs(keys, [get(out) for get in found.values()], size)

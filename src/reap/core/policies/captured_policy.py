@@ -107,7 +107,7 @@ class CapturedPolicy(SubstitutePolicy):
 
             held = [given[key] for key in finds]
             with_held = [[*probe, *(h.clone() for h in held)] for probe in probes]
-            return Captured([self._model], step, with_held, inference=not leaves)  # it may change what it finds
+            return Captured([self._model], step, with_held, inference=not leaves)  # a module may change these
 
         # Of everything it wrote at the last step, the module reads little, and mostly nothing.
         found, keys = recorded(list(given), []), []  # type: ignore[var-annotated]
