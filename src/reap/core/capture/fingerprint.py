@@ -28,9 +28,9 @@ class Fingerprint:
         self._modules = [part for module in modules for part in module.modules()]
         self._types = [type(m) for m in self._modules]
         self._forwards = [kind.forward for kind in self._types]
-        self._held: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
+        self._containers: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
         self._cells: list[tuple[Any, Any]] = []  # variables of enclosing functions
-        self._names: list[tuple[dict[str, Any], str, Any]] = []  # global variables
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []  # global variables
         for hooks in torch_internals.GLOBAL_HOOKS:
             self._keep(hooks, 0)
         for module in self._modules:
@@ -45,14 +45,14 @@ class Fingerprint:
                     self._keep_if_container(cell.cell_contents)
             for name in dict.fromkeys(name for code in codes_of(function.__code__) for name in code.co_names):
                 if name in function.__globals__:
-                    self._names.append((function.__globals__, name, function.__globals__[name]))
+                    self._globals.append((function.__globals__, name, function.__globals__[name]))
                     self._keep_if_container(function.__globals__[name])
 
     def _keep(self, container: Any, depth: int) -> None:
         """Note the objects in a container, and `depth` levels deep in those inside, to find out if one is replaced."""
         keys = tuple(container) if isinstance(container, Mapping) else ()
         values = tuple(container.values() if isinstance(container, Mapping) else container)
-        self._held.append((container, keys, values))
+        self._containers.append((container, keys, values))
         for value in values if depth else ():
             if isinstance(value, (list, dict, tuple)):
                 self._keep(value, depth - 1)
@@ -89,10 +89,10 @@ class Fingerprint:
         for cell, value in self._cells:
             if cell.cell_contents is not value:
                 return False
-        for names, name, value in self._names:
+        for names, name, value in self._globals:
             if names.get(name) is not value:
                 return False
-        for container, keys, values in self._held:
+        for container, keys, values in self._containers:
             if len(container) != len(values):
                 return False
             if values:
@@ -111,13 +111,13 @@ class _Contents(Mapping[Any, Any]):
     """A TensorDict as a mapping whose length is the number of entries; a TensorDict's own is its batch size."""
 
     def __init__(self, held: TensorDict) -> None:
-        self._held = held
+        self._containers = held
 
     def __getitem__(self, key: Any) -> Any:
-        return self._held.get(key)
+        return self._containers.get(key)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._held.keys())
+        return iter(self._containers.keys())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

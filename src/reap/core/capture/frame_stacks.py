@@ -47,7 +47,7 @@ def moved_in_place(
         name = name_of(call.func)
         if name == "__getitem__" and isinstance(call.results, Register):
             parts[call.results.at] = call
-        if name == "__setitem__" and _lies_there(call, parts, memory):
+        if name == "__setitem__" and _writes_itself(call, parts, memory):
             continue
         rolled = _in_place(made[-1], call, tensors) if name == "copy_" and made else None
         if rolled is not None and read[made[-1].writes[0]] == 1:
@@ -57,23 +57,23 @@ def moved_in_place(
     return made
 
 
-def _lies_there(call: Call, parts: Mapping[int, Call], memory: Mapping[int, int]) -> bool:
+def _writes_itself(call: Call, parts: Mapping[int, Call], memory: Mapping[int, int]) -> bool:
     """Return whether a call writes `x[i]`, which is a view, to `x[i]`."""
     if len(call.args) != 3 or not all(isinstance(a, Register) for a in (call.args[0], call.args[2])):
         return False
     whole, index, value = call.args
     cut = parts.get(value.at)
-    if cut is None or cut.args[0] != whole or not _plain(index) or repr(cut.args[1]) != repr(index):
+    if cut is None or cut.args[0] != whole or not _is_static(index) or repr(cut.args[1]) != repr(index):
         return False
     return value.at in memory and memory[value.at] == memory.get(whole.at)
 
 
-def _plain(index: Any) -> bool:
+def _is_static(index: Any) -> bool:
     """Return whether an index consists only of integers, slices of integers and Ellipsis."""
     if isinstance(index, slice):
         return all(n is None or type(n) is int for n in (index.start, index.stop, index.step))
     if type(index) is tuple:
-        return all(map(_plain, index))
+        return all(map(_is_static, index))
     return index is Ellipsis or type(index) is int
 
 

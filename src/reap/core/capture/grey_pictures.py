@@ -19,8 +19,8 @@ from torch import Tensor
 from reap.core.capture.recorder import Call, Register, name_of
 
 _NAMES = ("div", "unbind", "mul", "mul", "add", "mul", "add")
-_CACHE = 1 << 20  # bytes of floats converted at a time
-_WORTH = 1 << 14  # fewest numbers for which this pays: with fewer, the time is spent on the calls
+_CACHE_BYTES = 1 << 20  # bytes of floats converted at a time
+_MIN_NUMBERS = 1 << 14  # fewest numbers for which this pays: with fewer, the time is spent on the calls
 
 
 class GreyPictures:
@@ -32,10 +32,10 @@ class GreyPictures:
         self._divisor = divisor
         self._weights = torch.tensor(weights, dtype=torch.float32).repeat(self._width)
         height, width, lanes = self._height, self._width, max(1, torch.Size(self._lead).numel())
-        self._lanes = min(lanes, max(1, _CACHE // (height * width * 3 * 4)))  # of them at a time
+        self._lanes = min(lanes, max(1, _CACHE_BYTES // (height * width * 3 * 4)))  # of them at a time
         floats, sums = torch.empty(self._lanes, height, width * 3), torch.empty(self._lanes, height, width)
         sizes = {self._lanes, lanes % self._lanes or self._lanes}
-        self._rooms = {
+        self._scratch = {
             n: (floats[:n], *(floats[:n, :, c::3] for c in range(3)), sums[:n]) for n in sizes
         }  # scratch memory by number of lanes: all colours, each of them, and the sum of the first two
 
@@ -43,7 +43,7 @@ class GreyPictures:
         lines = pictures.movedim(-3, -1).reshape(-1, self._height, self._width * 3)
         grey = torch.empty(len(lines), self._height, self._width)
         for some, made in zip(torch.split(lines, self._lanes), torch.split(grey, self._lanes)):
-            floats, red, green, blue, sums = self._rooms[len(some)]
+            floats, red, green, blue, sums = self._scratch[len(some)]
             floats.copy_(some)
             torch.div(floats, self._divisor, out=floats)
             torch.mul(floats, self._weights, out=floats)
@@ -85,7 +85,7 @@ def _as_one(calls: Sequence[Call], tensors: Sequence[Tensor], read: Counter[int]
     source = divide.args[0]
     given, made = tensors[source.at], tensors[last.results.at]
     bytes_to_floats = given.dtype is torch.uint8 and made.dtype is torch.float32 and given.device.type == "cpu"
-    if not bytes_to_floats or given.numel() < _WORTH or not given.movedim(-3, -1).is_contiguous():
+    if not bytes_to_floats or given.numel() < _MIN_NUMBERS or not given.movedim(-3, -1).is_contiguous():
         return None
     make = GreyPictures(tuple(given.shape), divide.args[1], [call.args[1] for call in scaled])
     return Call(make, (Register(source.at),), {}, last.results, (source.at,), last.writes, (), False)

@@ -33,7 +33,7 @@ _OUT: dict[str, Callable[..., Any]] = {
     "logical_or": torch.logical_or, "logical_and": torch.logical_and, "logical_not": torch.logical_not,
     "sum": torch.sum, "mean": torch.mean, "cat": torch.cat,
 }
-_OF_A_DIMENSION = ("sum", "mean")  # reductions of a whole tensor take no `out`
+_REDUCTIONS = ("sum", "mean")  # reductions of a whole tensor take no `out`
 # fmt: on
 
 
@@ -41,7 +41,7 @@ def writer(call: Call) -> Callable[..., Any] | None:
     """Return the torch function that writes this call's result into `out`, or None if there is none."""
     name = name_of(call.func)
     found = _OUT.get(name)
-    if found is None or "out" in call.kwargs or (name in _OF_A_DIMENSION and len(call.args) < 2):
+    if found is None or "out" in call.kwargs or (name in _REDUCTIONS and len(call.args) < 2):
         return None
     return found
 

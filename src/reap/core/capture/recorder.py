@@ -45,7 +45,7 @@ from reap.core.capture.chance import is_shared
 
 _TORCH = os.path.dirname(torch.__file__)
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions")
-_DISTURBED = 8  # how often a recording is repeated because another thread may have drawn random numbers
+_ATTEMPTS = 8  # how often a recording is repeated because another thread may have drawn random numbers
 
 # Questions about a tensor whose answers follow from its shape, dtype and device, which do not change.
 # fmt: off
@@ -168,7 +168,7 @@ class Recorder(TorchFunctionMode):
         results = tuple(map(Register, writes))
         self.calls.append(Call(func, tuple(map(Register, reads)), {}, results, reads, writes, (), True, True))
 
-    def _outside(self, tensor: Tensor) -> bool:
+    def _is_outside(self, tensor: Tensor) -> bool:
         at = self._at.get(id(tensor))
         return at is None or (at >= self.inputs and at not in self.made)
 
@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):
             before = list(map(version_of, given))
             result = func(*args, **kwargs)
             return result, [t for t, version in zip(given, before) if version_of(t) != version]
-        stands = {id(t): self.shadows.of(t) if self._outside(t) else t for t in given}
+        stands = {id(t): self.shadows.of(t) if self._is_outside(t) else t for t in given}
         whom = {id(stands[id(t)]): t for t in given}
         before = [version_of(stands[id(t)]) for t in given]
         result = func(*_mapped(args, stands), **_mapped(kwargs, stands))
@@ -193,14 +193,14 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         name = name_of(func)
         given = list(tensors_in((args, kwargs)))
-        chance = _chance(given)
+        states = _torch_states(given)
         _refuse_by_values(name, func, args, kwargs)
         if name == "__getitem__":  # a mask decides how many rows result, like a value read in Python
             masks = [t for t in tensors_in(args[1:]) if t.dtype in (torch.bool, torch.uint8)]
-            told = unrecorded(lambda: [mask.tolist() for mask in masks])
-            self.decisions += [Decision(Tensor.tolist, self.register(m), v, False) for m, v in zip(masks, told)]
+            mask_values = unrecorded(lambda: [mask.tolist() for mask in masks])
+            self.decisions += [Decision(Tensor.tolist, self.register(m), v, False) for m, v in zip(masks, mask_values)]
         result, altered = self._run(func, args, kwargs)
-        drawn = any(not torch.equal(a, b) for a, b in zip(chance, _chance(given)))
+        drawn = any(not torch.equal(a, b) for a, b in zip(states, _torch_states(given)))
         if name in _METADATA and not isinstance(result, Tensor):
             return result
         made = list(tensors_in(result))
@@ -214,10 +214,10 @@ class Recorder(TorchFunctionMode):
             raise NotCaptured(f"it calls Tensor.{name}")
         reads = tuple(self.register(t) for t in given)
         changed = tuple(self.register(t) for t in altered)
-        template = _replace(args, self.register), {k: _replace(v, self.register) for k, v in kwargs.items()}
+        template = _registered(args, self.register), {k: _registered(v, self.register) for k, v in kwargs.items()}
         if not made and result is not None:
             return self._decide(name, func, template, reads, result)
-        results = _replace(result, self.register)
+        results = _registered(result, self.register)
         writes = tuple(dict.fromkeys(self.register(t) for t in made))
         if not drawn and not changed and all(at in reads for at in writes):
             return result  # the tensor it was given came back
@@ -286,12 +286,12 @@ def name_of(func: Any) -> str:
     return name or (resolve_name(func) or repr(func)).rpartition(".")[-1]
 
 
-def _numpys_chance() -> tuple[Any, ...]:
+def _numpy_state() -> tuple[Any, ...]:
     state: Any = np.random.get_state()
     return state[1].tobytes(), *state[2:]
 
 
-def _chance(given: Sequence[Tensor]) -> list[Tensor]:
+def _torch_states(given: Sequence[Tensor]) -> list[Tensor]:
     states = [torch.default_generator.get_state()]
     if any(t.is_cuda for t in given):
         states.append(torch.cuda.get_rng_state())
@@ -325,32 +325,32 @@ def _mapped(value: Any, stands: Mapping[int, Tensor]) -> Any:
     return value
 
 
-def _replace(value: Any, register: Callable[[Tensor], int]) -> Any:
+def _registered(value: Any, register: Callable[[Tensor], int]) -> Any:
     """Return `value` with a Register in place of each tensor."""
     if isinstance(value, Tensor):
         return Register(register(value))
     if isinstance(value, torch.Size):
         return tuple(value)
     if isinstance(value, (tuple, list)):
-        items = [_replace(v, register) for v in value]
+        items = [_registered(v, register) for v in value]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, dict):
-        return {k: _replace(v, register) for k, v in value.items()}
+        return {k: _registered(v, register) for k, v in value.items()}
     if isinstance(value, slice):
-        return slice(*[_replace(v, register) for v in (value.start, value.stop, value.step)])
+        return slice(*[_registered(v, register) for v in (value.start, value.stop, value.step)])
     return value
 
 
-class _Recorders(threading.local):
-    by: Recorder | None = None
+class _ThreadState(threading.local):
+    recorder: Recorder | None = None
 
 
-_recording = _Recorders()
+_thread = _ThreadState()
 
 
 def unrecorded(call: Callable[[], Any]) -> Any:
     """Return what `call` returns; its torch calls are not recorded."""
-    recorder = _recording.by
+    recorder = _thread.recorder
     if recorder is None:
         return call()
     recorder.paused = True
@@ -365,8 +365,8 @@ def foreign(
 ) -> Sequence[Tensor]:
     """Record a call of `func`, which is not torch's, and return what `make` returns; each replay calls `func`."""
     made: Sequence[Tensor] = unrecorded(make)
-    if _recording.by is not None:
-        _recording.by.foreign(func, given, made)
+    if _thread.recorder is not None:
+        _thread.recorder.foreign(func, given, made)
     return made
 
 
@@ -386,17 +386,17 @@ def record(
     inputs = [x.detach().clone() for x in inputs]  # no two of these are the same tensor
     version_of = torch_internals.version_of
     versions = list(map(version_of, inputs))
-    numpy_state, python_state = _numpys_chance(), random.getstate()
+    numpy_state, python_state = _numpy_state(), random.getstate()
     recorder = Recorder(inputs, shadows)
-    _recording.by = recorder
+    _thread.recorder = recorder
     try:
         with torch.no_grad(), recorder:
             outputs = call(*inputs)
     finally:
-        _recording.by = None
+        _thread.recorder = None
     if list(map(version_of, inputs)) != versions:
         raise NotCaptured("it changes its input in place")
-    recorder.moved = numpy_state != _numpys_chance() or python_state != random.getstate()
+    recorder.moved = numpy_state != _numpy_state() or python_state != random.getstate()
     if recorder.moved and not is_shared():
         raise NotCaptured("it draws from NumPy's or Python's random numbers")
     for value in outputs:
@@ -408,7 +408,7 @@ def record(
 def undisturbed(make: Callable[[], RecordedStep]) -> RecordedStep:
     """Return a recording; beside the learner one without random draws, repeated if the learner may have made them."""
     made = make()
-    for _ in range(_DISTURBED):
+    for _ in range(_ATTEMPTS):
         if not is_shared() or not (made.recorder.moved or any(c.random and not c.foreign for c in made.recorder.calls)):
             return made
         made = make()

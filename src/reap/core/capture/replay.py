@@ -56,7 +56,7 @@ _ROW_BY_ROW = frozenset(
     }
 )
 # fmt: on
-_KEPT = 1 << 15  # most bytes that a step may keep for the end of the rollout
+_MAX_KEPT = 1 << 15  # most bytes that a step may keep for the end of the rollout
 
 
 class Captured:
@@ -88,7 +88,7 @@ class Captured:
     ) -> None:
         self._call, self._writes, self._arrays, self._inference = call, writes, arrays, inference
         refuse_hooks(modules)
-        self._relied_on, self._settings = Fingerprint(modules), _settings()
+        self._fingerprint, self._settings = Fingerprint(modules), _settings()
         first, second = (
             undisturbed(lambda probe=probe: record(call, probe, Shadows() if writes else None))  # type: ignore[misc]
             for probe in probes[:2]
@@ -96,16 +96,16 @@ class Captured:
         refuse_decisions(first.recorder)
         self._outside = from_outside(first, second)
         self._draws = any(one.random and not one.foreign for one in first.recorder.calls)
-        self._kinds = _kinds(self._outside.values())
-        self._arrange(first)
+        self._layouts = _layouts(self._outside.values())
+        self._sort_calls(first)
         self._probes = probes
         self._halves: dict[tuple[int, ...], Halves | None] = {}
-        if not self._proved() and (not self._numpy or not self._proved(numpy=False)):
+        if not self._agrees_on_probes() and (not self._numpy or not self._agrees_on_probes(numpy=False)):
             raise NotCaptured("its replay gives other numbers")
-        if not self._relied_on.holds():
+        if not self._fingerprint.holds():
             raise NotCaptured("it changes its own attributes")
 
-    def _proved(self, *, numpy: bool = True) -> bool:
+    def _agrees_on_probes(self, *, numpy: bool = True) -> bool:
         """Return whether step and replay agree on all probes."""
         self._numpy = numpy
         self._prepare, self._step = self._compiled(self._outside)
@@ -116,7 +116,7 @@ class Captured:
                 return False
         return True
 
-    def _arrange(self, recording: RecordedStep) -> None:
+    def _sort_calls(self, recording: RecordedStep) -> None:
         """Sort the calls into those to make once per rollout, at each step, or not at all."""
         recorder, outputs = recording
         calls, decisions, inputs = recorder.calls, recorder.decisions, range(recorder.inputs)
@@ -129,7 +129,7 @@ class Captured:
             raise NotCaptured("it changes a tensor in place that it did not make itself")
         calls, names = _without_copies(calls, memory, changed, recording)
         outputs = tuple(names.get(at, at) for at in outputs)
-        calls = [_in_plain_form(call, recorder.tensors) for call in calls]
+        calls = [_standard_form(call, recorder.tensors) for call in calls]
         calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
         names = {at: again.get(name, name) for at, name in (again | names).items()}
         decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
@@ -185,17 +185,17 @@ class Captured:
 
         Without `look`, attributes, hooks and the like are not checked again: this rollout has done that before.
         """
-        if look and (self._settings != _settings() or not self._relied_on.holds()):
+        if look and (self._settings != _settings() or not self._fingerprint.holds()):
             return False
-        if look and _kinds(self._outside.values()) != self._kinds:
+        if look and _layouts(self._outside.values()) != self._layouts:
             return False
         with torch.no_grad():
             values = self._prepare()()
             guarded = values[len(self._fixed) :]
             if guarded and any(d.read(v) != d.value for d, v in zip(self._guards, guarded)):
                 return False
-            self._steady = values[: len(self._fixed)]
-            self.run = self._step(*self._steady)
+            self._fixed_values = values[: len(self._fixed)]
+            self.run = self._step(*self._fixed_values)
         return True
 
     def bound_with(self, *, but: Tensor) -> list[Any]:
@@ -213,7 +213,7 @@ class Captured:
             self._halves[key] = self._split(key)
         found = self._halves[key]
         if found is not None:
-            found.bind(*self._steady)
+            found.bind(*self._fixed_values)
         return found
 
     def _split(self, now: tuple[int, ...]) -> Halves | None:
@@ -223,7 +223,7 @@ class Captured:
             made = {id(call) for call in first}
             later = [call for call in self._body if id(call) not in made]
             # Calls keep their order; one that must be made at once needs all it reads at once, too.
-            bound = [call for call in later if not self._by_column(call)]
+            bound = [call for call in later if not self._works_on_columns(call)]
             if not bound:
                 break
             wanted = wanted.union(*(call.writes for call in bound))
@@ -233,7 +233,7 @@ class Captured:
         read = {at for call in later for at in call.reads} | {*asked}
         kept = sorted(at for at in read if at in self._moving and at not in after)
         said = all(type(d.value) is bool for d in self.checks)
-        if not rest or not said or sum(self._tensors[at].nbytes for at in kept) > _KEPT:
+        if not rest or not said or sum(self._tensors[at].nbytes for at in kept) > _MAX_KEPT:
             return None
         short = Shortened(first, self._tensors, {*kept, *wanted})
         checks = [*self.checks, *short.checks]
@@ -246,10 +246,10 @@ class Captured:
         columns = source.function(later, kept, [*map(Wanted, asked)])
         moves = [at in self._moving or at >= len(self._tensors) for at in asked]
         halves = Halves(step, columns, now, rest, checks, moves)
-        halves.bind(*self._steady)
+        halves.bind(*self._fixed_values)
         return halves if halves.agrees(self.run, self._probes, self.used) else None
 
-    def _by_column(self, call: Call) -> bool:
+    def _works_on_columns(self, call: Call) -> bool:
         if call.random or call.changes or any(at in self._changing for at in (*call.reads, *call.writes)):
             return False
         name = name_of(call.func)
@@ -300,16 +300,16 @@ class Captured:
 
         Returns the outputs and changed tensors of the step, the generator's position after it, and those of the replay.
         """
-        theirs, ours = Shadows(), Shadows()
-        stands = {at: ours.of(tensor) for at, tensor in self._outside.items()}
-        made = record(self._call, inputs, theirs)
+        step_copies, replay_copies = Shadows(), Shadows()
+        stands = {at: replay_copies.of(tensor) for at, tensor in self._outside.items()}
+        made = record(self._call, inputs, step_copies)
         wanted = [made.recorder.tensors[at] for at in made.outputs]
-        wanted = [theirs.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
+        wanted = [step_copies.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
         after = position()
         put_back(state)
         prepare, step = self._compiled(stands)
         values = self._replayed(step(*prepare()()[: len(self._fixed)]), inputs)
-        return [*wanted, *map(theirs.of, self._outside.values())], after, [*values, *stands.values()]
+        return [*wanted, *map(step_copies.of, self._outside.values())], after, [*values, *stands.values()]
 
 
 class Halves:
@@ -411,7 +411,7 @@ def _shape_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _kinds(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+def _layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
     return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
@@ -488,7 +488,7 @@ def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int
         pure = not (call.random or call.foreign or call.changes) and isinstance(call.results, Register)
         if pure and changing.isdisjoint((*call.reads, *call.writes)) and outputs.isdisjoint(call.writes):
             try:
-                first = seen.setdefault((call.func, _exactly((call.args, call.kwargs))), call.writes[0])
+                first = seen.setdefault((call.func, _comparable((call.args, call.kwargs))), call.writes[0])
             except TypeError:  # an argument that cannot be hashed
                 first = call.writes[0]
             if first != call.writes[0]:
@@ -498,14 +498,14 @@ def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int
     return kept, names
 
 
-def _exactly(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return a key to compare arguments by: to torch 1, 1.0 and True are different, and so are 0.0 and -0.0."""
     if type(value) in (tuple, list):
-        return type(value), tuple(map(_exactly, value))
+        return type(value), tuple(map(_comparable, value))
     if type(value) is dict:
-        return dict, tuple((key, _exactly(one)) for key, one in value.items())
+        return dict, tuple((key, _comparable(one)) for key, one in value.items())
     if isinstance(value, slice):
-        return slice, _exactly((value.start, value.stop, value.step))
+        return slice, _comparable((value.start, value.stop, value.step))
     return type(value), repr(value) if type(value) is float else value
 
 
@@ -523,7 +523,7 @@ def _renamed(call: Call, names: Mapping[int, int]) -> Call:
     return call._replace(args=new(call.args), kwargs={k: new(v) for k, v in call.kwargs.items()}, reads=reads)
 
 
-def _in_plain_form(call: Call, tensors: Sequence[Tensor]) -> Call:
+def _standard_form(call: Call, tensors: Sequence[Tensor]) -> Call:
     """Return the same call in a standard form, without tensors of which only the shape matters, as it never changes."""
     named = ("condition", "input", "other")
     if call.func is F.softmax and len(call.args) == 1 and call.kwargs.get("dtype") is None:

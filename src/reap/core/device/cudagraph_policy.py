@@ -26,18 +26,18 @@ from reap.errors import UsageError
 from reap.spec import Key, Leaf
 
 
-class Width:
+class Buffers:
     """Memory for rows of one width: a replay's inputs and outputs on the GPU, and the outputs' copies on the host."""
 
     recording: CudaGraphRollout
 
     def __init__(self, inputs: list[Tensor], static: list[Tensor], host: list[Tensor]) -> None:
         self.inputs, self.static, self.host = inputs, static, host
-        self.shown = tuple(t.numpy() for t in host)
+        self.host_arrays = tuple(t.numpy() for t in host)
 
-    def cut(self, size: int) -> Width:
+    def cut(self, size: int) -> Buffers:
         """Return the first `size` positions of this memory."""
-        return Width([t[:size] for t in self.inputs], [t[:size] for t in self.static], [t[:size] for t in self.host])
+        return Buffers([t[:size] for t in self.inputs], [t[:size] for t in self.static], [t[:size] for t in self.host])
 
 
 class CudaGraphPolicy(SubstitutePolicy):
@@ -54,8 +54,8 @@ class CudaGraphPolicy(SubstitutePolicy):
         super().__init__(policy, policy.inputs, device)
         self.outputs = policy.outputs
         self._owners = [model] if isinstance(model, nn.Module) else []
-        self._widths: dict[torch.Size, Width] = {}
-        self._room: Width | None = None
+        self._widths: dict[torch.Size, Buffers] = {}
+        self._widest: Buffers | None = None
 
     @property
     def written(self) -> Sequence[Key]:
@@ -65,12 +65,12 @@ class CudaGraphPolicy(SubstitutePolicy):
         self._plain.begin(slot)
         if self._plain.remembers:
             raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
-        if self._room is None:
-            self._room = self._lay_out(slot)
-        for width in self._widths.values():
-            width.recording.look_again()
+        if self._widest is None:
+            self._widest = self._allocate(slot)
+        for buffers in self._widths.values():
+            buffers.recording.look_again()
 
-    def _lay_out(self, slot: Slot) -> Width:
+    def _allocate(self, slot: Slot) -> Buffers:
         """Allocate memory that keeps its address, for rows of the full width and, cut, of any other."""
         columns: dict[Key, Leaf] = slot.layout.columns
         lanes = slot.layout.dims
@@ -78,38 +78,39 @@ class CudaGraphPolicy(SubstitutePolicy):
         def room(keys: Sequence[Key], **where: Any) -> list[Tensor]:
             return [torch.zeros(*lanes, *columns[k].shape, dtype=columns[k].dtype, **where) for k in keys]
 
-        return Width(
+        return Buffers(
             room(self.inputs, device=self.device),
             room(self.written, device=self.device),
             room(self.written, pin_memory=self.device is not None and self.device.type == "cuda"),
         )
 
-    def _width_of(self, row: Row) -> Width:
+    def _buffers_for(self, row: Row) -> Buffers:
         """Return the memory for rows as wide as this one, with its recording."""
-        assert self._room is not None
+        assert self._widest is not None
         shape = row.outputs[0].shape
-        width = self._widths.get(shape)
-        if width is None:
-            whole = shape == self._room.static[0].shape
-            width = self._widths[shape] = self._room if whole else self._room.cut(shape[0])
-            width.recording = CudaGraphRollout(functools.partial(self._step, width), width.static, [], self._owners)
-        return width
+        buffers = self._widths.get(shape)
+        if buffers is None:
+            whole = shape == self._widest.static[0].shape
+            buffers = self._widths[shape] = self._widest if whole else self._widest.cut(shape[0])
+            step = functools.partial(self._step, buffers)
+            buffers.recording = CudaGraphRollout(step, buffers.static, [], self._owners)
+        return buffers
 
-    def _step(self, width: Width) -> None:
-        for static, value in zip(width.static, self._plain.forward(tuple(width.inputs))):
+    def _step(self, buffers: Buffers) -> None:
+        for static, value in zip(buffers.static, self._plain.forward(tuple(buffers.inputs))):
             if value.shape != static.shape or value.dtype != static.dtype:
                 raise UsageError(f"the policy's output changed: {static.dtype}{list(static.shape)} before")
             static.copy_(value)
 
     def act(self, row: Row) -> None:
-        width = self._width_of(row)
-        for mine, given in zip(width.inputs, row.inputs):
-            mine.copy_(given, non_blocking=True)
-        width.recording.play()
-        for host, static in zip(width.host, width.static):
+        buffers = self._buffers_for(row)
+        for own_input, given in zip(buffers.inputs, row.inputs):
+            own_input.copy_(given, non_blocking=True)
+        buffers.recording.play()
+        for host, static in zip(buffers.host, buffers.static):
             host.copy_(static, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
-        for column, value in zip(row.outputs, width.shown):
+        for column, value in zip(row.outputs, buffers.host_arrays):
             column[...] = value
 
     def end(self, slot: Slot, steps: int) -> None:

@@ -63,12 +63,12 @@ class CudaGraphRollout:
             graph.register_generator_state(generator)
         kept = list(_tensors(self._owners))
         try:
-            with _unchecked(), torch.cuda.graph(graph):
+            with _no_argument_checks(), torch.cuda.graph(graph):
                 self._fill()
-                _settle(kept)
+                _copy_back(kept)
         except Exception as cause:
             torch.cuda.synchronize()
-            _free_generators(_generators(self._owners))
+            _reset_generators(_generators(self._owners))
             first = cause.__context__ if isinstance(cause.__context__, ReapError) else cause  # the error behind it
             why = (str(first) or repr(first)).split("\\n")[0].splitlines()[0]
             raise UsageError(
@@ -77,14 +77,14 @@ class CudaGraphRollout:
             ) from cause
         finally:
             for owner, name, old in kept:
-                _put(owner, name, old)
+                _set_tensor(owner, name, old)
         graph.replay()
         replayed = [t.clone() for t in (*self._columns, *self._state)]
-        self._turn_back(before)
+        self._restore(before)
         self._fill()  # run once more without the graph: this rollout is delivered
-        _settle(kept)
-        for mine, other in zip((*self._columns, *self._state), replayed):
-            if not torch.equal(_plain(mine), _plain(other)):
+        _copy_back(kept)
+        for eager, replayed_value in zip((*self._columns, *self._state), replayed):
+            if not torch.equal(_without_nan(eager), _without_nan(replayed_value)):
                 raise SpecMismatch(
                     "cudagraph_policy: a recorded rollout differs from the same one made step by step; env or policy "
                     "keep state a graph cannot see (Python numbers, tensors that are no attributes); leave it out"
@@ -95,7 +95,7 @@ class CudaGraphRollout:
         tensors = [(t, t.clone()) for t in self._state] + [(t, t.clone()) for _, _, t in _tensors(self._owners)]
         return tensors, torch.cuda.get_rng_state(), [(g, g.get_state()) for g in _generators(self._owners)]
 
-    def _turn_back(self, snapshot: Any) -> None:
+    def _restore(self, snapshot: Any) -> None:
         tensors, default, generators = snapshot
         for tensor, value in tensors:
             if not isinstance(tensor, nn.Parameter):
@@ -105,23 +105,23 @@ class CudaGraphRollout:
             generator.set_state(state)
 
 
-def _settle(kept: Sequence[tuple[Any, Any, Tensor]]) -> None:
+def _copy_back(kept: Sequence[tuple[Any, Any, Tensor]]) -> None:
     """Copy each new tensor that replaced one of `kept` into the old tensor, and put the old tensor back."""
     for owner, name, old in kept:
         new = owner[name] if isinstance(owner, dict) else getattr(owner, name)
         if new is not old:
             old.copy_(new)
-            _put(owner, name, old)
+            _set_tensor(owner, name, old)
 
 
-def _put(owner: Any, name: Any, tensor: Tensor) -> None:
+def _set_tensor(owner: Any, name: Any, tensor: Tensor) -> None:
     if isinstance(owner, dict):
         owner[name] = tensor
     else:
         setattr(owner, name, tensor)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _without_nan(tensor: Tensor) -> Tensor:
     return tensor.nan_to_num() if tensor.is_floating_point() else tensor
 
 
@@ -152,14 +152,14 @@ def _generators(owners: Sequence[Any]) -> list[torch.Generator]:
     ]
 
 
-def _free_generators(own: Sequence[torch.Generator]) -> None:
+def _reset_generators(own: Sequence[torch.Generator]) -> None:
     """Give generators a fresh state: a recording that failed leaves them waiting for the rest of it."""
     for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *own):
         generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextlib.contextmanager
-def _unchecked() -> Iterator[None]:
+def _no_argument_checks() -> Iterator[None]:
     """Turn off the argument checks of distributions, which read the device; the rollout before made them."""
     from torch.distributions import Distribution, Normal
 

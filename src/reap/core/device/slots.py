@@ -103,7 +103,7 @@ class DeviceStats:
         self.loaded_seconds = 0.0
         self.frames = self.rollouts = 0
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # of one rollout: return, length, ends, NaNs
-        self._in_all = torch.zeros_like(self._sums)
+        self._totals = torch.zeros_like(self._sums)
         self._recent: deque[Tensor] = deque(maxlen=RECENT)
         self._return = torch.zeros(lanes, dtype=torch.float64, device=device)
         self._length = torch.zeros(lanes, dtype=torch.int64, device=device)
@@ -119,7 +119,7 @@ class DeviceStats:
         """Count a full rollout of so many frames, which `rollout` has summed."""
         self._clock.stop()
         self.frames, self.rollouts = self.frames + frames, self.rollouts + 1
-        self._in_all += self._sums
+        self._totals += self._sums
         self._recent.append(self._sums.clone())
 
     def forget(self, mask: Tensor) -> None:
@@ -152,7 +152,7 @@ class DeviceStats:
 
     def summary(self) -> dict[str, Any]:
         """Return the counts; means are over the last rollouts that hold a hundred episodes (None if none has ended)."""
-        _, _, episodes, nans = self._in_all.tolist()
+        _, _, episodes, nans = self._totals.tolist()
         returns = lengths = ends = 0.0
         for sums in reversed(self._recent):
             r, n, e, _ = sums.tolist()
@@ -176,7 +176,7 @@ class DeviceStats:
     def state(self) -> dict[str, Any]:
         """Return everything that is counted, so that another worker can continue from it."""
         opened = {"open_return": self._return.cpu(), "open_length": self._length.cpu()}
-        sums = {"sums": self._in_all.cpu(), "recent": [one.cpu() for one in self._recent]}
+        sums = {"sums": self._totals.cpu(), "recent": [one.cpu() for one in self._recent]}
         each = {} if self.one_by_one is None else {"one_by_one": self.one_by_one.state()}
         counts = {"frames": self.frames, "rollouts": self.rollouts, "seconds": self._clock.seconds()}
         return {**counts, **sums, **opened, **each}
@@ -186,8 +186,8 @@ class DeviceStats:
         self.frames, self.rollouts = state["frames"], state["rollouts"]
         self._clock.go_on_at(state["seconds"])
         self.loaded_seconds = state["seconds"]
-        self._in_all.copy_(state["sums"])
-        self._recent = deque([one.to(self._in_all.device) for one in state["recent"]], maxlen=RECENT)
+        self._totals.copy_(state["sums"])
+        self._recent = deque([one.to(self._totals.device) for one in state["recent"]], maxlen=RECENT)
         if self.one_by_one is not None and "one_by_one" in state:
             self.one_by_one.load(state["one_by_one"], opened=opened)
         if opened:
@@ -246,7 +246,7 @@ def _sum(numbers: Tensor) -> Tensor:
     return numbers.sum(0, dtype=torch.float32 if numbers.dtype in (torch.float16, torch.bfloat16) else None)
 
 
-def _narrow(largest: int) -> torch.dtype:
+def _counting_dtype(largest: int) -> torch.dtype:
     """Return the narrowest dtype that counts to `largest`: a million lanes' counts are read and written many times."""
     return torch.int16 if largest < 2**15 else torch.int32 if largest < 2**31 else torch.int64
 
@@ -300,7 +300,7 @@ class DeviceLedger:
         done, reward = columns[("next", "done")][..., 0], columns[self._reward]
         # Number the ends in order of time and lane; these numbers become the ids of the episodes that follow. Later ids
         # are larger, so a lane's current id is the maximum given to it so far, and that maximum's step is its last end.
-        new = done.reshape(-1).cumsum(0, dtype=_narrow(done.numel())).reshape(done.shape)
+        new = done.reshape(-1).cumsum(0, dtype=_counting_dtype(done.numel())).reshape(done.shape)
         ends = new[-1, -1].clone()
         given, place = torch.where(done, new, 0).cummax(0)
         frames = torch.where(given[-1] > 0, place[-1] + 1, 0)

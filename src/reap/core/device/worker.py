@@ -79,8 +79,8 @@ class DeviceWorker(AnyWorker):
         self.policy = self._policy(current)
         env.expect({key: self.policy.outputs[key] for key in spec.action})
         first = {key: value.to(self.device) for key, value in carry.items()}
-        self.random = _Stepping(RandomActions(spec.action, self.policy.outputs, first, masks=action_masks(spec)))
-        self.loop = RolloutLoop(env, _Stepping(self.policy), current=current, exploration=plan.exploration)
+        self.random = _WithoutEnd(RandomActions(spec.action, self.policy.outputs, first, masks=action_masks(spec)))
+        self.loop = RolloutLoop(env, _WithoutEnd(self.policy), current=current, exploration=plan.exploration)
         columns = columns_of(
             spec,
             self.policy,
@@ -175,7 +175,7 @@ def _reads_its_outputs(policy: TensorDictPolicy, model: Any, columns: Mapping[Ke
     )
 
 
-class _Stepping(Policy):
+class _WithoutEnd(Policy):
     """A policy as the loop calls it: without `end`, which waits for the device and is called after the rollout."""
 
     def __init__(self, policy: Policy) -> None:

@@ -27,7 +27,7 @@ from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
-from reap.core.policies.kept_on_self import acts_by, assigned, attributes
+from reap.core.policies.kept_on_self import assigned, attributes, depends_on
 from reap.core.policies.signature import bind_exploration, match, takes_tensordict
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
@@ -104,7 +104,7 @@ def _flat_program(policy: Any, context: PolicyContext) -> Policy | None:
     if program is None or not context.columns.keys() - context.loose.keys() >= {*program.inputs}:
         return None
     try:
-        flat = _probed(FlatPolicy(program, _whole(policy, context), context.device), policy, context)
+        flat = _probed(FlatPolicy(program, _tensordict_policy(policy, context), context.device), policy, context)
     except NotFlat:
         return None
     if context.compile is not None:
@@ -116,8 +116,8 @@ def _tensordict_module(policy: Any, context: PolicyContext) -> Policy | None:
     """Return any other TensorDictModule, called as a module at each step."""
     if not isinstance(policy, TensorDictModuleBase):
         return None
-    made = _as_it_is(policy, context)
-    lost = [key for key in _optional(policy, context.columns) if ("next", *key) in made.outputs]
+    made = _called_on_tensordict(policy, context)
+    lost = [key for key in _missing_inputs(policy, context.columns) if ("next", *key) in made.outputs]
     if lost:
         warn(
             f"policy reads {show_keys(lost)}, which nobody provides, and writes its next value, which nobody "
@@ -129,7 +129,7 @@ def _tensordict_module(policy: Any, context: PolicyContext) -> Policy | None:
 
 def _callable_on_tensordicts(policy: Any, context: PolicyContext) -> Policy | None:
     """Return a callable that takes a TensorDict, according to its signature or to the user (`trust`)."""
-    return _as_it_is(policy, context) if context.trust or takes_tensordict(policy) else None
+    return _called_on_tensordict(policy, context) if context.trust or takes_tensordict(policy) else None
 
 
 def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
@@ -164,9 +164,9 @@ def waits_for_spec(policy: Any) -> bool:
     return hasattr(policy, "set_action_spec_from_env") and getattr(policy, "action_spec", policy) is None
 
 
-def _as_it_is(policy: Any, context: PolicyContext) -> Policy:
+def _called_on_tensordict(policy: Any, context: PolicyContext) -> Policy:
     """Return a policy that calls the user's object itself on a TensorDict at each step."""
-    whole = _whole(policy, context)
+    whole = _tensordict_policy(policy, context)
     if context.compile is not None:
         whole.call = torch.compile(policy, **context.compile)
     if not isinstance(policy, TensorDictModuleBase) and not hasattr(policy, "out_keys"):
@@ -174,7 +174,7 @@ def _as_it_is(policy: Any, context: PolicyContext) -> Policy:
     return _probed(whole, policy, context)
 
 
-def _whole(policy: Any, context: PolicyContext) -> TensorDictPolicy:
+def _tensordict_policy(policy: Any, context: PolicyContext) -> TensorDictPolicy:
     """Return the user's object on TensorDicts of all columns, except loose ones that its `in_keys` leave out."""
     inputs, loose = tuple(context.columns), context.loose
     if isinstance(policy, TensorDictModuleBase):
@@ -185,7 +185,7 @@ def _whole(policy: Any, context: PolicyContext) -> TensorDictPolicy:
     return TensorDictPolicy(policy, inputs, spec.size, context.device, read, spec.look.inner, context.shown)
 
 
-def _optional(policy: Any, columns: Mapping[Key, Any]) -> list[Key]:
+def _missing_inputs(policy: Any, columns: Mapping[Key, Any]) -> list[Key]:
     """Return the keys a TensorDictModule reads and nobody provides: tensordict calls it with None for these.
 
     What it writes under such a key, it finds there at the next step (see `TensorDictPolicy`).
@@ -215,7 +215,7 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     if absent:
         raise _missing(absent, columns)
     first = [columns[key] if key in context.loose else columns[key].clone() for key in candidate.inputs]
-    optional = _optional(policy, columns)
+    optional = _missing_inputs(policy, columns)
     before, shapes = attributes(policy), {leaf.shape for leaf in context.spec.observation.values()}
     try:
         with untouched(policy), torch.no_grad(), exploring(kind):
@@ -226,9 +226,9 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     except Exception as cause:
         if optional:
             raise _missing(optional, columns, cause) from cause
-        raise _refused(policy, candidate.inputs, first, cause) from cause
+        raise _probe_error(policy, candidate.inputs, first, cause) from cause
     _check_outputs(candidate.outputs, context, optional)
-    if kept and not is_shared() and acts_by(policy, kept, lambda: [*_decided(candidate, first, context, 0).values()]):
+    if kept and not is_shared() and depends_on(policy, kept, lambda: [*_run(candidate, first, context, 0).values()]):
         names = ", ".join(".".join(filter(None, key)) for key in kept)
         warn(
             f"policy {type(policy).__name__} keeps its state on itself, as {names}: it is not begun anew with an "
@@ -236,7 +236,7 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
             f"returns its new value (docs/policies.md, Memory)",
             PolicyWarning,
         )
-    if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _samples(policy, candidate, first, context):
+    if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _varies_by_seed(policy, candidate, first, context):
         warn(
             f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
             f"itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which is told True "
@@ -247,7 +247,7 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     return candidate
 
 
-def _refused(policy: Any, keys: Sequence[Key], first: Sequence[Any], cause: Exception) -> WorkerRaised:
+def _probe_error(policy: Any, keys: Sequence[Key], first: Sequence[Any], cause: Exception) -> WorkerRaised:
     """Return the error for a policy that raised on a first observation; it says so if dtypes are the likely cause."""
     given = ", ".join(f"{show(k)} {_shown_dtype(v.dtype)}{list(v.shape)}" for k, v in zip(keys, first))
     seen = {v.dtype for v in first if isinstance(v, torch.Tensor) and v.is_floating_point()}
@@ -298,7 +298,7 @@ def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception
     return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}{without} ({_DECLARE})")
 
 
-def _decided(candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext, seed: int) -> dict[Key, Any]:
+def _run(candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext, seed: int) -> dict[Key, Any]:
     """Return what the policy writes for a first observation, after seeding the random generators with `seed`."""
     inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)
     with torch.no_grad(), exploring(context.kind):
@@ -308,23 +308,23 @@ def _decided(candidate: TensorPolicy, first: Sequence[Any], context: PolicyConte
         return dict(zip(candidate.written, candidate.once(inputs)))
 
 
-def _samples(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
+def _varies_by_seed(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
     """Return whether observation and random seed together determine the action, but the observation alone does not."""
     if is_shared():
         return False  # seeding would disturb the other thread that draws from these generators
 
     def decided(seed: int) -> list[Any]:
         with untouched(policy):
-            values = _decided(candidate, first, context, seed)
+            values = _run(candidate, first, context, seed)
         return [torch.as_tensor(values[key]) for key in context.spec.action]
 
     def same(one: list[Any], other: list[Any]) -> bool:
         return all(torch.equal(a, b) for a, b in zip(one, other))
 
     try:
-        asked = decided(0)
-        if not same(asked, decided(0)):
+        reference = decided(0)
+        if not same(reference, decided(0)):
             return False  # it has a state that `untouched` cannot restore, so nothing can be concluded
-        return not all(same(asked, decided(seed)) for seed in range(1, _SEEDS))
+        return not all(same(reference, decided(seed)) for seed in range(1, _SEEDS))
     except Exception:  # such as from a policy that can be called only once; collecting reports what it raises then
         return False

@@ -32,8 +32,8 @@ from reap.spec import Key
 _log = logging.getLogger("reap.policy")
 _COMPARED = (2, 16)  # rollouts in which one step is made by both module and replay, and compared
 _RECOMPUTED = (3, 17)  # rollouts after which deferred outputs are also computed row by row, and compared
-_SHORT = 32  # rollouts of fewer steps gain nothing from deferring outputs to their end
-_MOST = 4  # recordings kept: of train() and of eval(), of one head and of another
+_MIN_STEPS = 32  # rollouts of fewer steps gain nothing from deferring outputs to their end
+_MAX_RECORDINGS = 4  # recordings kept: of train() and of eval(), of one head and of another
 
 
 class CapturedPolicy(SubstitutePolicy):
@@ -53,13 +53,13 @@ class CapturedPolicy(SubstitutePolicy):
         self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
-        self._keeps: list[Key] = []  # the outputs of the last step that the module reads again
+        self._reread: list[Key] = []  # the outputs of the last step that the module reads again
         self._checks: list[tuple[tuple[Tensor, ...], Sequence[Any]]] = []  # inputs and checked values of each step
         self._pick: Callable[[Any], Any] = tuple
-        self._rollouts, self._compares = 0, False
+        self._rollouts, self._compare = 0, False
         self._halves: Halves | None = None  # the step in two, if some outputs are deferred to the end of the rollout
-        self._rows: list[tuple[Any, ...]] = []  # of each step: the values that deferred outputs are computed from
-        self._whole = False  # whether no output may be deferred, because computing it later gave different bits
+        self._deferred: list[tuple[Any, ...]] = []  # of each step: the values that deferred outputs are computed from
+        self._no_defer = False  # whether no output may be deferred, because computing it later gave different bits
         self._capture()
 
     def explain(self) -> str:
@@ -77,7 +77,7 @@ class CapturedPolicy(SubstitutePolicy):
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]
-        return bool(self._keeps) or self._plain.remembers
+        return bool(self._reread) or self._plain.remembers
 
     def _capture(self) -> bool:
         """Record the module in its current state; return False if that fails and it must be called."""
@@ -117,24 +117,24 @@ class CapturedPolicy(SubstitutePolicy):
 
     def begin(self, slot: Slot) -> None:
         self._plain.begin(slot)
-        self._checks, self._rows = [], []
+        self._checks, self._deferred = [], []
         self._rollouts += 1
-        self._compares = self._rollouts in _COMPARED
+        self._compare = self._rollouts in _COMPARED
         before = self._active
         self._active = next((c for c, _ in self._captures if c.bind()), None)
-        if self._active is None and self.why is None and len(self._captures) < _MOST and self._capture():
+        if self._active is None and self.why is None and len(self._captures) < _MAX_RECORDINGS and self._capture():
             self._active = self._captures[-1][0]
             self._active.bind()
         if self._active is not None and self._active is not before:
-            self._keeps = next(keys for c, keys in self._captures if c is self._active)
+            self._reread = next(keys for c, keys in self._captures if c is self._active)
             used = self._active.used
             self._pick = operator.itemgetter(*used) if len(used) > 1 else lambda inputs: [inputs[i] for i in used]
-        self._halves = self._in_two(slot)
+        self._halves = self._split(slot)
 
-    def _in_two(self, slot: Slot) -> Halves | None:
+    def _split(self, slot: Slot) -> Halves | None:
         """Return the step in two halves, if it pays to defer outputs nobody reads before the rollout ends; or None."""
-        short = slot.layout.steps < _SHORT
-        if self._active is None or self.looked_at is None or self._keeps or self._compares or self._whole or short:
+        short = slot.layout.steps < _MIN_STEPS
+        if self._active is None or self.looked_at is None or self._reread or self._compare or self._no_defer or short:
             return None
         return self._active.halves([i for i, key in enumerate(self.outputs) if key in self.looked_at])
 
@@ -144,32 +144,32 @@ class CapturedPolicy(SubstitutePolicy):
             values = halves.run(*self._pick(row.inputs))
             for value, column in zip(values, row.outputs):
                 column[...] = value
-            self._rows.append(values)
+            self._deferred.append(values)
             return None
         active = self._active
         if active is None:
             return self._plain.act(row)
         inputs = row.inputs
-        if self._keeps:
+        if self._reread:
             kept: dict[Key, Any] = self._plain._kept  # type: ignore[union-attr]
             if not kept:  # the first step: there is nothing yet to give to the replay
                 return self._plain.act(row)
-            inputs = (*inputs, *(kept[key] for key in self._keeps))
-        if self._compares:
-            self._compares = False
-            if not self._still(active, inputs):
+            inputs = (*inputs, *(kept[key] for key in self._reread))
+        if self._compare:
+            self._compare = False
+            if not self._still_agrees(active, inputs):
                 return self._plain.act(row)
         values = active.run(*self._pick(inputs))
         ours = len(self._readers)
         for value, read, column in zip(values, self._readers, row.outputs):
             column[...] = read(value)
-        if self._keeps:
-            self._plain._kept = dict(zip(self._keeps, values[ours : active.outputs]))  # type: ignore[union-attr]
+        if self._reread:
+            self._plain._kept = dict(zip(self._reread, values[ours : active.outputs]))  # type: ignore[union-attr]
         if active.checks:
             self._checks.append((row.inputs, values[active.outputs :]))
         return None
 
-    def _still(self, active: Captured, inputs: Sequence[Tensor]) -> bool:
+    def _still_agrees(self, active: Captured, inputs: Sequence[Tensor]) -> bool:
         """Return whether module and replay agree on this step; if they do not, drop all recordings."""
         before = position()
         agree = active.agrees(inputs)
@@ -183,18 +183,18 @@ class CapturedPolicy(SubstitutePolicy):
     def end(self, slot: Slot, steps: int) -> None:
         self._plain.end(slot, steps)
         if self._halves is not None:
-            self._finish(self._halves, slot, steps)
+            self._write_deferred(self._halves, slot, steps)
         elif self._active is not None and self._active.checks:
             for t, (inputs, values) in enumerate(self._checks[:steps]):
                 if any(check.read(value) != check.value for check, value in zip(self._active.checks, values)):
-                    self._refused(inputs, t)
-        self._checks, self._rows = [], []
+                    self._raise_for(inputs, t)
+        self._checks, self._deferred = [], []
 
-    def _finish(self, halves: Halves, slot: Slot, steps: int) -> None:
+    def _write_deferred(self, halves: Halves, slot: Slot, steps: int) -> None:
         """Compute and write the outputs that were deferred to the end of the rollout."""
-        columns, same = halves.finish(self._rows[:steps], check=self._rollouts in _RECOMPUTED)
+        columns, same = halves.finish(self._deferred[:steps], check=self._rollouts in _RECOMPUTED)
         if not same:
-            self._whole = True  # torch computes these columns with other bits than their rows: defer nothing any more
+            self._no_defer = True  # torch gives these columns other bits than their rows: defer nothing any more
         keys = list(self.outputs)
         for column, at, moves in zip(columns, halves.rest, halves.moves):
             into = slot.arrays[keys[at]][:steps]
@@ -203,9 +203,9 @@ class CapturedPolicy(SubstitutePolicy):
             wrong = column != check.value
             if bool(wrong.any()):
                 t = int(wrong.nonzero()[0])
-                self._refused(tuple(slot.layout.tensor(k, slot.arrays[k][t]) for k in self.inputs), t)
+                self._raise_for(tuple(slot.layout.tensor(k, slot.arrays[k][t]) for k in self.inputs), t)
 
-    def _refused(self, inputs: tuple[Tensor, ...], t: int) -> None:
+    def _raise_for(self, inputs: tuple[Tensor, ...], t: int) -> None:
         """Raise the error for the inputs of step `t`: call the module, whose distribution rejects its arguments."""
         with torch.no_grad():
             self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))

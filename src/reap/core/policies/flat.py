@@ -67,7 +67,7 @@ _CHECKS: dict[Any, tuple[Check, ...]] = {
 }
 
 
-def _samples(m: nn.Module) -> bool:
+def _is_sampler(m: nn.Module) -> bool:
     """Return whether a module draws from a distribution in the way of tensordict's class, or of TorchRL's subclass."""
     forward = type(m).forward
     if getattr(forward, "__qualname__", "") == "SafeProbabilisticModule.forward":
@@ -119,9 +119,9 @@ class Program:
             if deferred is not None and not rewritten.intersection(deferred.reads):
                 self.deferred[writes[-1]] = deferred
                 targets = targets[:1]
-            if _samples(m):
-                self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(_family(m, self.kind)[0], ())))
-            elif _known(m) is None:
+            if _is_sampler(m):
+                self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(_known_distribution(m, self.kind)[0], ())))
+            elif _known_layers(m) is None:
                 self.opaque = True
             self.ops.append(_compile(m, sources, targets, self.kind))
         self.blank = [None] * (registers - len(self.inputs))
@@ -152,10 +152,10 @@ def _leaves(m: nn.Module) -> list[nn.Module] | None:
         return None
     if forward is TensorDictModule.forward:
         return [m] if tensordict_internals.is_plain_module(m) else None
-    if _samples(m):
+    if _is_sampler(m):
         # TorchRL computes log-probabilities of some distributions in its own way; those modules are captured instead.
         ours = forward is ProbabilisticTensorDictModule.forward
-        plain = tensordict_internals.is_plain_sampler(m) and (ours or _family(m, InteractionType.RANDOM)[0])
+        plain = tensordict_internals.is_plain_sampler(m) and (ours or _known_distribution(m, InteractionType.RANDOM)[0])
         return [m] if plain else None
     if forward in _CONTAINERS:
         parts = tensordict_internals.parts_of(m)
@@ -176,12 +176,12 @@ def _reads(m: Any) -> Sequence[Any]:
 
 
 def _writes(m: Any) -> Sequence[Any]:
-    if _samples(m):
+    if _is_sampler(m):
         return [*m.dist_sample_keys, *([m.log_prob_key] if m.return_log_prob else [])]
     return m.out_keys  # type: ignore[no-any-return]
 
 
-def _known(m: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None:
+def _known_layers(m: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None:
     """Return the layers of a module if it calls nothing but `ours`, functions known to leave their inputs alone."""
     layers = _layers(m.module) if m.method is None else None
     ours = {F.linear, torch.relu, *_PURE.values()}
@@ -189,7 +189,7 @@ def _known(m: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None
 
 
 def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
-    if _samples(m):
+    if _is_sampler(m):
         return _sampler(m, sources, targets, kind)
     call = m.module if m.method is None else getattr(m.module, m.method)
     layers = _layers(call)
@@ -264,7 +264,7 @@ def _is_mlp(module: nn.Module) -> bool:
     return ours and torchrl_internals.is_a_sequence(module)
 
 
-def _family(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]:
+def _known_distribution(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]:
     """Return which distribution is sampled and how, if this file has code for both; (None, kind) otherwise."""
     family = m.distribution_class
     names = [k[-1] if isinstance(k, tuple) else k for k in m.dist_keys]
@@ -281,9 +281,9 @@ def _family(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]
 
 def _deferred(m: Any, kind: InteractionType | None) -> Deferred | None:
     """Return how a module's log-probabilities are computed from its columns, if they can be."""
-    if not _samples(m) or not m.return_log_prob:
+    if not _is_sampler(m) or not m.return_log_prob:
         return None
-    family, _ = _family(m, kind)
+    family, _ = _known_distribution(m, kind)
     reads = tuple(as_key(key) for key in (*m.in_keys, *m.dist_sample_keys))
     if family is distributions.Categorical:
         return Deferred(reads, _categorical_log_prob)
@@ -291,7 +291,7 @@ def _deferred(m: Any, kind: InteractionType | None) -> Deferred | None:
 
 
 def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
-    family, asked = _family(m, kind)
+    family, asked = _known_distribution(m, kind)
     random = asked is InteractionType.RANDOM
     if len(targets) == 1 and family is distributions.Categorical:
         return _categorical(sources[0], targets[0], random)

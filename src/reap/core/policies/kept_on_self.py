@@ -37,20 +37,20 @@ def assigned(
     return {
         key: value
         for key, value in attributes(policy).items()
-        if value is not before.get(key) and _of_lanes(value, size, observed)
+        if value is not before.get(key) and _is_per_lane(value, size, observed)
     }
 
 
-def acts_by(policy: Any, kept: Attributes, answer: Answer) -> bool:
+def depends_on(policy: Any, kept: Attributes, answer: Answer) -> bool:
     """Return whether the policy's answer changes if its attributes have the values `kept` from an earlier call."""
     try:
-        fresh, again, later = (_answered(policy, given, answer) for given in ({}, {}, kept))
+        fresh, again, later = (_answer_with(policy, given, answer) for given in ({}, {}, kept))
         return _same(fresh, again) and not _same(fresh, later)
     except Exception:  # such as from a policy that can be called only once; collecting reports what it raises then
         return False
 
 
-def _answered(policy: Any, kept: Attributes, answer: Answer) -> list[Any]:
+def _answer_with(policy: Any, kept: Attributes, answer: Answer) -> list[Any]:
     with untouched(policy):
         parts = _parts(policy)
         for (path, name), value in kept.items():
@@ -71,7 +71,7 @@ def _parts(policy: Any) -> Mapping[str, Any]:
     }
 
 
-def _of_lanes(value: Any, size: tuple[int, ...], observed: Collection[tuple[int, ...]]) -> bool:
+def _is_per_lane(value: Any, size: tuple[int, ...], observed: Collection[tuple[int, ...]]) -> bool:
     tensors = value if isinstance(value, (tuple, list)) and value else [value]
     return all(
         isinstance(one, Tensor)

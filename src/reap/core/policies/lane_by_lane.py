@@ -21,16 +21,16 @@ from reap.errors import UsageError
 from reap.seeding import fresh_seed
 from reap.spec import EnvSpec, Key
 
-_OF_POLICY = 0x9E3779B9  # mixed into a lane's seed, because the env uses the seed itself
+_SEED_SALT = 0x9E3779B9  # mixed into a lane's seed, because the env uses the seed itself
 
 
 def spec_of_one(spec: EnvSpec, *, record: bool) -> EnvSpec:
     """Return the spec that each lane's policy sees; raise UsageError if lanes cannot be shown to it one by one."""
-    strange = spec.look.dims is not None or any(leaf.loose for leaf in spec.observation.values())
+    unsupported = spec.look.dims is not None or any(leaf.loose for leaf in spec.observation.values())
     for wrong, why in (
         (spec.ready_of is not None, "lanes come as they are ready"),
         (record, "CUDA graphs hold all lanes at once"),
-        (strange, "lanes have dimensions of their own, or values without a fixed shape"),
+        (unsupported, "lanes have dimensions of their own, or values without a fixed shape"),
     ):
         if wrong:
             raise UsageError(f"deterministic=True decides about each lane by itself; here {why}")
@@ -41,15 +41,15 @@ class LaneGenerators:
     """The state of each lane's random generator. Only torch's generator is kept per lane."""
 
     def __init__(self, lanes: int) -> None:
-        self.states = [_begun(fresh_seed()) for _ in range(lanes)]
+        self.states = [_generator_state(fresh_seed()) for _ in range(lanes)]
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Restart the generator of each lane with a seed of its own."""
-        self.states[:] = [_begun(seed) for seed in seeds]
+        self.states[:] = [_generator_state(seed) for seed in seeds]
 
 
-def _begun(seed: int) -> Tensor:
-    return torch.Generator().manual_seed(seed ^ _OF_POLICY).get_state()
+def _generator_state(seed: int) -> Tensor:
+    return torch.Generator().manual_seed(seed ^ _SEED_SALT).get_state()
 
 
 class LaneByLane(PolicyWrapper):
@@ -57,7 +57,7 @@ class LaneByLane(PolicyWrapper):
 
     def __init__(self, policies: Sequence[Policy], noise: LaneGenerators, spec: EnvSpec) -> None:
         super().__init__(policies[0])
-        self._policies, self._noise, self._spec = list(policies), noise, spec
+        self._policies, self._generators, self._spec = list(policies), noise, spec
         self.remembers = policies[0].remembers
         self._parts: dict[int, tuple[Slot, list[Slot]]] = {}  # of each slot: its lanes as slots of one lane
         self._keys: list[RowKeys] = []
@@ -72,9 +72,9 @@ class LaneByLane(PolicyWrapper):
         before = torch.get_rng_state()
         for lane, (policy, part) in enumerate(zip(self._policies, parts)):
             policy.looked_at = self.looked_at
-            torch.set_rng_state(self._noise.states[lane])
+            torch.set_rng_state(self._generators.states[lane])
             policy.begin(part)
-            self._noise.states[lane] = torch.get_rng_state()
+            self._generators.states[lane] = torch.get_rng_state()
         torch.set_rng_state(before)
         if not self._keys or self._keys[0].outputs != tuple(self.written):
             self._keys = [RowKeys(self._spec, policy.inputs, policy.written) for policy in self._policies]
@@ -95,7 +95,7 @@ class LaneByLane(PolicyWrapper):
         return parts
 
     def act(self, row: Row) -> None:
-        t, states, before = self._t, self._noise.states, torch.get_rng_state()
+        t, states, before = self._t, self._generators.states, torch.get_rng_state()
         for lane, policy in enumerate(self._policies):
             torch.set_rng_state(states[lane])
             policy.act(self._rows[lane][t])
@@ -112,7 +112,7 @@ class LaneByLane(PolicyWrapper):
             self._policies[lane].forget([0])
 
     def open_state(self) -> list[tuple[Key, Tensor]]:
-        noise = [(("noise", str(lane)), state) for lane, state in enumerate(self._noise.states)]
+        noise = [(("noise", str(lane)), state) for lane, state in enumerate(self._generators.states)]
         kept = [((str(n), *key), value) for n, one in enumerate(self._policies) for key, value in one.open_state()]
         return [*noise, *kept]
 
@@ -120,7 +120,7 @@ class LaneByLane(PolicyWrapper):
         kept: list[list[tuple[Key, Tensor]]] = [[] for _ in self._policies]
         for (of, *key), value in state:
             if of == "noise":
-                self._noise.states[int(key[0])] = value
+                self._generators.states[int(key[0])] = value
             else:
                 kept[int(of)].append((tuple(key), value))
         for policy, own in zip(self._policies, kept):

@@ -81,9 +81,9 @@ def as_tensordict(out: Any, size: Sequence[int]) -> TensorDict:
     try:
         return TensorDict(tree_of(by_name(out)), batch_size=list(size))
     except RuntimeError as cause:
-        raise SpecMismatch(f"policy returned {_looks(out)}; all need the dimensions {list(size)} first") from cause
+        raise SpecMismatch(f"policy returned {_shapes(out)}; all need the dimensions {list(size)} first") from cause
 
 
-def _looks(out: Any) -> str:
+def _shapes(out: Any) -> str:
     shapes = {key: getattr(value, "shape", None) for key, value in by_name(out).items()}
     return ", ".join(f"{show(key)} {list(shape or ())}" for key, shape in shapes.items())

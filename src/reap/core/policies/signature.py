@@ -16,7 +16,7 @@ from reap.errors import WrongArgument
 from reap.spec import Key, show_keys
 
 EXPLORATION = ("deterministic", "exploration_type")  # parameters that say how to act, not what is observed
-_OF_AGENTS = ("done", "terminated", "truncated", "mask")  # keys that a group of agents has beside its observations
+_AGENT_KEYS = ("done", "terminated", "truncated", "mask")  # keys that a group of agents has beside its observations
 
 
 def exploration_keywords(policy: Any, kind: InteractionType | None) -> dict[str, Any]:
@@ -77,13 +77,13 @@ def match(
         required = [p for p in positional if p.default is p.empty]
         variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
     named: dict[str, Key] = {p.name: keys[p.name] for p in positional if p.name in keys}
-    strange = [p for p in required if p.name not in keys]
-    flags = {(*k[:-1], flag) for k in observation if len(k) > 1 and k[-1] == "done" for flag in _OF_AGENTS}
+    unmatched = [p for p in required if p.name not in keys]
+    flags = {(*k[:-1], flag) for k in observation if len(k) > 1 and k[-1] == "done" for flag in _AGENT_KEYS}
     others = [k for k in observation if k not in named.values() and k not in side and k not in flags]
-    if len(strange) == 1 and len(others) == 1:
-        named[strange[0].name] = others[0]
-        strange = []
-    if not strange and named:
+    if len(unmatched) == 1 and len(others) == 1:
+        named[unmatched[0].name] = others[0]
+        unmatched = []
+    if not unmatched and named:
         taken: list[Key] = []
         for p in positional:
             if p.name not in named:
@@ -97,7 +97,7 @@ def match(
         return [others[0], *carry]
     said = "unknown" if params is None else [p.name for p in params]
     declared = f", its carry {show_keys(carry)}" if carry else ""
-    state = f"carry = {{{strange[0].name!r}: first value of one lane}}" if strange and named else "carry = {…}"
+    state = f"carry = {{{unmatched[0].name!r}: first value of one lane}}" if unmatched and named else "carry = {…}"
     raise WrongArgument(
         f"cannot tell what policy {type(policy).__name__} reads: its parameters are {said}, the env's observations "
         f"{show_keys(observation)}{declared}. Name the parameters after the keys, declare a state that it remembers "
