@@ -31,7 +31,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -181,11 +181,11 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             return result, [t for t, version in zip(given, before) if version_of(t) != version]
         stands = {id(t): self.shadows.of(t) if self._is_outside(t) else t for t in given}
-        whom = {id(stands[id(t)]): t for t in given}
+        originals = {id(stands[id(t)]): t for t in given}
         before = [version_of(stands[id(t)]) for t in given]
-        result = func(*_mapped(args, stands), **_mapped(kwargs, stands))
+        result = func(*mapped(args, lambda t: stands[id(t)]), **mapped(kwargs, lambda t: stands[id(t)]))
         changed = [t for t, version in zip(given, before) if version_of(stands[id(t)]) != version]
-        return _mapped(result, whom), changed
+        return mapped(result, lambda t: originals.get(id(t), t)), changed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -312,16 +312,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in((value.start, value.stop, value.step))
 
 
-def _mapped(value: Any, stands: Mapping[int, Tensor]) -> Any:
-    """Return `value` with tensors replaced by those that `stands` has under their ids."""
-    if isinstance(value, Tensor):
-        return stands.get(id(value), value)
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with every tensor and Register in it changed."""
+    if isinstance(value, (Tensor, Register)):
+        return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_mapped(v, stands) for v in value)
+        return type(value)(mapped(v, change) for v in value)
     if type(value) is dict:
-        return {k: _mapped(v, stands) for k, v in value.items()}
+        return {k: mapped(v, change) for k, v in value.items()}
     if isinstance(value, slice):
-        return slice(*[_mapped(v, stands) for v in (value.start, value.stop, value.step)])
+        return slice(*[mapped(v, change) for v in (value.start, value.stop, value.step)])
     return value
 
 

@@ -30,6 +30,7 @@ from reap.core.capture.recorder import (
     Register,
     Shadows,
     from_outside,
+    mapped,
     name_of,
     record,
     refuse_decisions,
@@ -510,17 +511,15 @@ def _comparable(value: Any) -> Any:
 
 
 def _renamed(call: Call, names: Mapping[int, int]) -> Call:
-    def new(value: Any) -> Any:
-        if isinstance(value, Register):
-            return Register(names.get(value.at, value.at))
-        if type(value) in (tuple, list):
-            return type(value)(map(new, value))
-        return slice(new(value.start), new(value.stop), new(value.step)) if isinstance(value, slice) else value
-
+    """Return a call that reads the registers that `names` has in place of others."""
     if not names.keys() & {*call.reads}:
         return call
+
+    def new(value: Any) -> Any:
+        return Register(names.get(value.at, value.at)) if isinstance(value, Register) else value
+
     reads = tuple(names.get(at, at) for at in call.reads)
-    return call._replace(args=new(call.args), kwargs={k: new(v) for k, v in call.kwargs.items()}, reads=reads)
+    return call._replace(args=mapped(call.args, new), kwargs=mapped(call.kwargs, new), reads=reads)
 
 
 def _standard_form(call: Call, tensors: Sequence[Tensor]) -> Call:

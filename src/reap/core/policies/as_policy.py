@@ -27,7 +27,7 @@ from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
-from reap.core.policies.kept_on_self import assigned, attributes, depends_on
+from reap.core.policies.kept_on_self import assigned, attributes, depends_on, same_values
 from reap.core.policies.signature import bind_exploration, match, takes_tensordict
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
@@ -316,15 +316,12 @@ def _varies_by_seed(policy: Any, candidate: TensorPolicy, first: Sequence[Any], 
     def decided(seed: int) -> list[Any]:
         with untouched(policy):
             values = _run(candidate, first, context, seed)
-        return [torch.as_tensor(values[key]) for key in context.spec.action]
-
-    def same(one: list[Any], other: list[Any]) -> bool:
-        return all(torch.equal(a, b) for a, b in zip(one, other))
+        return [values[key] for key in context.spec.action]
 
     try:
         reference = decided(0)
-        if not same(reference, decided(0)):
+        if not same_values(reference, decided(0)):
             return False  # it has a state that `untouched` cannot restore, so nothing can be concluded
-        return not all(same(reference, decided(seed)) for seed in range(1, _SEEDS))
+        return not all(same_values(reference, decided(seed)) for seed in range(1, _SEEDS))
     except Exception:  # such as from a policy that can be called only once; collecting reports what it raises then
         return False

@@ -9,14 +9,13 @@ observations, counters and registered buffers are not reported.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from reap.core.policies.untouched import untouched
+from reap.core.policies.untouched import stateful_parts, untouched
 
 Attributes = dict[tuple[str, str], Any]  # by the path of a module and the attribute's name
 Answer = Callable[[], list[Any]]
@@ -24,7 +23,7 @@ Answer = Callable[[], list[Any]]
 
 def attributes(policy: Any) -> Attributes:
     """Return the plain attributes of a policy and its parts."""
-    return {(path, name): value for path, part in _parts(policy).items() for name, value in vars(part).items()}
+    return {(path, name): value for path, part in stateful_parts(policy).items() for name, value in vars(part).items()}
 
 
 def assigned(
@@ -45,30 +44,22 @@ def depends_on(policy: Any, kept: Attributes, answer: Answer) -> bool:
     """Return whether the policy's answer changes if its attributes have the values `kept` from an earlier call."""
     try:
         fresh, again, later = (_answer_with(policy, given, answer) for given in ({}, {}, kept))
-        return _same(fresh, again) and not _same(fresh, later)
+        return same_values(fresh, again) and not same_values(fresh, later)
     except Exception:  # such as from a policy that can be called only once; collecting reports what it raises then
         return False
 
 
 def _answer_with(policy: Any, kept: Attributes, answer: Answer) -> list[Any]:
     with untouched(policy):
-        parts = _parts(policy)
+        parts = stateful_parts(policy)
         for (path, name), value in kept.items():
             setattr(parts[path], name, value)
         return answer()
 
 
-def _same(one: list[Any], other: list[Any]) -> bool:
+def same_values(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two answers hold the same numbers."""
     return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other))
-
-
-def _parts(policy: Any) -> Mapping[str, Any]:
-    parts = dict(policy.named_modules()) if isinstance(policy, nn.Module) else {"": policy}
-    return {
-        path: part
-        for path, part in parts.items()
-        if hasattr(part, "__dict__") and not inspect.isroutine(part) and not inspect.isclass(part)
-    }
 
 
 def _is_per_lane(value: Any, size: tuple[int, ...], observed: Collection[tuple[int, ...]]) -> bool:

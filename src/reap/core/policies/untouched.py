@@ -18,11 +18,10 @@ from reap.core.resume import generators, set_generators
 @contextlib.contextmanager
 def untouched(policy: Any) -> Iterator[None]:
     """Restore random generators, buffers and attributes on exit; generators only if no other thread draws from them."""
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
-    objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
-    attributes = [(m, type(m), dict(vars(m))) for m in objects]
-    parts = [m for m in modules if isinstance(m, nn.Module)]
-    buffers = [(m, name, b, b.clone()) for m in parts for name, b in m.named_buffers(recurse=False)]
+    parts = stateful_parts(policy).values()
+    attributes = [(m, type(m), dict(vars(m))) for m in parts]
+    modules = [m for m in parts if isinstance(m, nn.Module)]
+    buffers = [(m, name, b, b.clone()) for m in modules for name, b in m.named_buffers(recurse=False)]
     drawn_from = None if is_shared() else generators()
     held = [value for _, _, before in attributes for value in before.values()]
     own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
@@ -50,6 +49,16 @@ def untouched(policy: Any) -> Iterator[None]:
             bits.state = there
         if drawn_from is not None:
             set_generators(drawn_from)
+
+
+def stateful_parts(policy: Any) -> dict[str, Any]:
+    """Return a policy, or all modules in it, by path; without those that hold no attributes of their own."""
+    parts = dict(policy.named_modules()) if isinstance(policy, nn.Module) else {"": policy}
+    return {
+        path: part
+        for path, part in parts.items()
+        if hasattr(part, "__dict__") and not inspect.isroutine(part) and not inspect.isclass(part)
+    }
 
 
 def _registered(owner: Any) -> set[str]:
