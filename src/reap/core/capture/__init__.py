@@ -1,1 +1,1 @@
-"""Torch calls recorded once and replayed: how policies and transforms run without the Python around them."""
+"""Record the torch calls of policies and transforms once, and replay them without the Python around them."""

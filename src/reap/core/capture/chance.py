@@ -1,11 +1,11 @@
-"""Torch's random generator while a policy or an env is tried out, which is to leave no trace.
+"""Handle torch's random generator while a policy or an env is tried out, so that trying it leaves no trace.
 
-Alone, what was drawn is put back. In a thread beside the learner the generator must be left alone: the learner draws
-from it, too, and would be given the same numbers twice. There nothing is put back, numbers that are drawn are new ones,
-and what draws cannot be compared with its replay.
+If no other thread draws, the generator is put back to where it was. In a thread beside the learner it must be left
+alone: the learner draws from it, too, and would get the same numbers twice. There nothing is put back, every draw gives
+new numbers, and code that draws cannot be compared with its replay.
 
     alone                  position ──► draw ──► put_back ──► draw the same again
-    beside the learner     nothing is put back; that a call draws nothing is seen by the generator, which did not move
+    beside the learner     nothing is put back; if the generator did not move, a call has drawn nothing
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ def beside_the_learner() -> None:
 
 
 def is_shared() -> bool:
-    """Whether another thread draws from the generators while this one does."""
+    """Return whether another thread draws from the generators while this one does."""
     return getattr(_thread, "beside", False)
 
 
 def position() -> Tensor | None:
-    """Where torch's generator is; None where it is shared, and will be elsewhere before anybody could look."""
+    """Return the state of torch's generator, or None if it is shared, as another thread may move it at any time."""
     return None if is_shared() else torch.get_rng_state()
 
 
 def put_back(where: Tensor | None) -> None:
-    """Have torch's generator go on at a `position`."""
+    """Set torch's generator to a `position`; None leaves it alone."""
     if where is not None:
         torch.set_rng_state(where)
 
 
 def same_position(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether the generator is where it was, as far as that can be told."""
+    """Return whether two positions are the same; True if that is unknown because the generator is shared."""
     return one is None or other is None or torch.equal(one, other)
 
 
 def probe_generator(seed: float = 0) -> torch.Generator:
-    """A generator of its own for inputs that are made up: nobody else draws from it."""
+    """Return a separate generator for making up probe inputs, from which nothing else draws."""
     return torch.Generator().manual_seed(round(10 * seed))

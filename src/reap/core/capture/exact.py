@@ -1,11 +1,11 @@
-"""NumPy functions that give the very bits of torch's, and take a third of the time on a row of a few numbers.
+"""Find NumPy calls that give the very bits of torch's, and take a third of the time on a row of a few numbers.
 
     torch      mul_(sum, 0.99999)    add_(sum, x)     div(sum, count)   clamp_min(·, eps)    about 1.2–2.3 µs each
     NumPy      multiply(…, out=sum)  add(…, out=sum)  divide(…)         maximum(…)           about 0.35–0.6 µs
 
-Only what IEEE 754 leaves no choice about is here: sums, products and quotients of two numbers, comparisons, choices,
-casts and copies. Functions whose last bit is a library's own (exp, tanh, even torch's sqrt) stay torch's, as do sums of
-many numbers, whose order is. `agrees` of a replay compares all of it with torch once more.
+Only operations whose every bit IEEE 754 defines are here: sums, products and quotients of two numbers, comparisons,
+choices, casts and copies. Functions whose last bit depends on the library (exp, tanh, even torch's sqrt) stay torch's,
+as do sums of many numbers, whose order depends on it. `Captured.agrees` compares each replay with torch once more.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST = 4096  # numbers in a tensor: beyond it the time is spent on the numbers, not on the call
+_MAX_NUMBERS = 4096  # most numbers in a tensor: beyond it the time is spent on the numbers, not on the call
 
 _FLOATS = {torch.float32, torch.float64}
-_WHOLE = {torch.int64, torch.int32, torch.uint8}
+_INTEGERS = {torch.int64, torch.int32, torch.uint8}
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -32,11 +32,11 @@ DTYPES: dict[torch.dtype, Any] = {
 
 
 class Expression(NamedTuple):
-    """A NumPy call. Its arguments are those of the torch call, values, or expressions."""
+    """A NumPy call whose arguments are Operands of the torch call, plain values, or expressions."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
-    quiet: bool = True  # whether it can never warn, as of an overflow, about which torch says nothing
+    quiet: bool = True  # whether it never warns; NumPy warns of an overflow, for example, and torch does not
 
 
 class Operand(NamedTuple):
@@ -54,7 +54,7 @@ _ARITHMETIC: dict[str, Any] = {
     "__imul__": np.multiply, "multiply": np.multiply,
     "div": np.divide, "__truediv__": np.divide, "div_": np.divide, "__itruediv__": np.divide, "true_divide": np.divide,
 }
-_TURNED = {"__rsub__": np.subtract, "rsub": np.subtract}  # what torch divides by a tensor it multiplies by its inverse
+_REVERSED = {"__rsub__": np.subtract, "rsub": np.subtract}  # no __rtruediv__: torch multiplies by the inverse
 _COMPARED: dict[str, Any] = {
     "gt": np.greater, "__gt__": np.greater, "ge": np.greater_equal, "__ge__": np.greater_equal,
     "lt": np.less, "__lt__": np.less, "le": np.less_equal, "__le__": np.less_equal,
@@ -72,17 +72,17 @@ _VIEWS = {"reshape", "view", "unsqueeze", "squeeze", "flatten", "view_as"}
 
 
 def as_numpy(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Expression | None:
-    """The same call by NumPy, or None if its bits could be others. Tensors among `args` are Operands."""
+    """Return the same call in NumPy, or None if its bits could differ. Tensors among `args` are Operands."""
     tensors = [a.like for a in args if isinstance(a, Operand)]
     if not result.ndim or not tensors:
-        return None  # NumPy makes bare numbers of arrays without dimensions
+        return None  # NumPy returns scalars, not arrays, for arrays without dimensions
     if any(t.dtype not in DTYPES or t.device.type not in ("cpu", "meta") for t in (*tensors, result)):
         return None
-    if any(t.numel() > MOST for t in (*tensors, result)):
-        # Where numbers do not lie side by side, like one colour of an image, NumPy takes them in half of torch's time.
+    if any(t.numel() > _MAX_NUMBERS for t in (*tensors, result)):
+        # If numbers do not lie side by side, like one colour of an image, NumPy takes half of torch's time.
         apart = result.is_contiguous() and not all(t.is_contiguous() for t in tensors)
         return _arithmetic(name, list(args), kwargs, tensors, result) if apart else None
-    for rule in (_arithmetic, _bounded, _compared, _chosen, _moved, _found):
+    for rule in (_arithmetic, _clamped, _compared, _selected, _copied, _indexed):
         found = rule(name, list(args), kwargs, tensors, result)
         if found is not None:
             return found
@@ -90,7 +90,7 @@ def as_numpy(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Ten
 
 
 def _number(value: Any, dtype: torch.dtype) -> Any:
-    """A number as an array of this type, or None if torch would not take it for one of this type."""
+    """Return a number as an array of this dtype, or None if torch would not compute with it in this dtype."""
     fits = isinstance(value, (int, float)) if dtype in _FLOATS else isinstance(value, int) and dtype is not torch.uint8
     if not fits or isinstance(value, bool) or dtype not in DTYPES:
         return None
@@ -98,8 +98,8 @@ def _number(value: Any, dtype: torch.dtype) -> Any:
         return np.array(value, DTYPES[dtype])
 
 
-def _same(args: list[Any], dtype: torch.dtype) -> list[Any] | None:
-    """The arguments, all of this type; None if one is not."""
+def _all_of_dtype(args: list[Any], dtype: torch.dtype) -> list[Any] | None:
+    """Return the arguments with numbers as arrays, all of this dtype; None if one cannot be."""
     found = []
     for value in args:
         if isinstance(value, Operand):
@@ -124,14 +124,14 @@ def _arithmetic(
         func: Any = np.absolute if name == "abs" else np.negative
         good = tensors[0].dtype is dtype and dtype in _FLOATS and len(args) == 1
         return Expression(func, tuple(args)) if good else None
-    func = _ARITHMETIC.get(name) or _TURNED.get(name)
+    func = _ARITHMETIC.get(name) or _REVERSED.get(name)
     if func is None or len(args) != 2 or (func is np.divide and dtype not in _FLOATS):
         return None
-    same = _same(args[::-1] if name in _TURNED else args, dtype)
+    same = _all_of_dtype(args[::-1] if name in _REVERSED else args, dtype)
     return None if same is None else Expression(func, tuple(same), False)
 
 
-def _bounded(
+def _clamped(
     name: str, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
 ) -> Expression | None:
     if name in ("clamp", "clip", "clamp_", "clip_"):
@@ -148,7 +148,7 @@ def _bounded(
         if bound is None:
             continue
         number = None if isinstance(bound, Operand) else _number(bound, result.dtype)  # a tensor's values may change
-        # -0.0 and 0.0 are equal, and which of them is taken is the library's choice
+        # -0.0 and 0.0 are equal, and which of them is returned depends on the library
         if number is None or number == 0:
             return None
         found = Expression(func, (found, number))
@@ -163,13 +163,13 @@ def _compared(
     if name in _LOGIC:
         booleans = all(isinstance(a, Operand) and a.like.dtype is torch.bool for a in args)
         return Expression(_LOGIC[name], tuple(args)) if booleans else None
-    if name not in _COMPARED or len(args) != 2 or tensors[0].dtype not in _FLOATS | _WHOLE:
+    if name not in _COMPARED or len(args) != 2 or tensors[0].dtype not in _FLOATS | _INTEGERS:
         return None
-    same = _same(args, tensors[0].dtype)
+    same = _all_of_dtype(args, tensors[0].dtype)
     return None if same is None else Expression(_COMPARED[name], tuple(same))
 
 
-def _chosen(
+def _selected(
     name: str, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
 ) -> Expression | None:
     if kwargs or len(args) != 3:
@@ -180,18 +180,18 @@ def _chosen(
         no, which, yes = args
     else:
         return None
-    same = [value if _is_truth(value, result) else _same([value], result.dtype) for value in (yes, no)]
+    same = [value if _is_flag(value, result) else _all_of_dtype([value], result.dtype) for value in (yes, no)]
     if None in same or not isinstance(which, Operand) or which.like.dtype is not torch.bool:
         return None
     return Expression(np.where, (which, *(value[0] if isinstance(value, list) else value for value in same)))
 
 
-def _is_truth(value: Any, result: Tensor) -> bool:
-    """Whether this is a tensor of truths among numbers: true is one."""
+def _is_flag(value: Any, result: Tensor) -> bool:
+    """Return whether this is a boolean tensor where the result has numbers, so that True becomes one."""
     return isinstance(value, Operand) and value.like.dtype is torch.bool and result.dtype is not torch.bool
 
 
-def _moved(
+def _copied(
     name: str, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
 ) -> Expression | None:
     source = tensors[0]
@@ -211,10 +211,10 @@ def _moved(
     return None
 
 
-def _found(
+def _indexed(
     name: str, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
 ) -> Expression | None:
-    """Where something is: both take the first of several that are the largest, and the first that is no number."""
+    """Return an argmax or a table look-up; both libraries take the first of several maxima, and the first NaN."""
     if name == "rows_of":
         return Expression(np.ndarray.take, (*args, 0))
     source, last = tensors[0], tensors[0].ndim - 1
@@ -224,5 +224,5 @@ def _found(
 
 
 def rows_of(table: np.ndarray[Any, Any], at: Tensor) -> Tensor:
-    """The rows of a table that are named by numbers, all of which are known to be among them."""
+    """Return the rows of a table at these indices, all of which are known to be in range."""
     return torch.from_numpy(table.take(at.numpy(), 0))

@@ -1,4 +1,4 @@
-"""Stacks of frames that move up where they are: what CatFrames does to its buffer, without a second buffer.
+"""Shift stacks of frames in place: what CatFrames does to its buffer, without a second buffer.
 
     recorded                              replayed
     y = roll(x, shifts=-1, dims=-3)       move_up(x, 1, -3)
@@ -6,7 +6,7 @@
     v = x[:, -1:]; v.copy_(frame)         v = x[:, -1:]; v.copy_(frame)
     x[:, -1:] = v
 
-Copies only: the bits are the same whatever they are.
+This only copies, so the bits are the same for every dtype and value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reap.core.capture.recorder import Call, Register, name_of
 
 
 def move_up(stack: Tensor, by: int, dim: int) -> Tensor:
-    """`stack.copy_(stack.roll(-by, dim))`, part by part; `by` divides its size there."""
+    """Do `stack.copy_(stack.roll(-by, dim))` part by part; `by` must divide the size of that dimension."""
     first, *rest = torch.split(stack, by, dim)
     kept, place = first.clone(), first
     for part in rest:
@@ -35,19 +35,19 @@ def move_up(stack: Tensor, by: int, dim: int) -> Tensor:
 def moved_in_place(
     calls: Sequence[Call], tensors: Sequence[Tensor], memory: Mapping[int, int], kept: Collection[int]
 ) -> list[Call]:
-    """The calls with rolls of a stack made in it, and without values that are written where they lie.
+    """Return the calls with rolls of a stack made in place, and without writes of a view onto itself.
 
-    `kept` are registers that are looked at after the calls, `memory` a number for the memory each register lies in.
+    `kept` are registers that are read after the calls, `memory` has a number for the memory each register lies in.
     """
     read = Counter(at for call in calls for at in call.reads)
     read.update(kept)
-    parts: dict[int, Call] = {}  # by register: the call that has cut it out of another
+    parts: dict[int, Call] = {}  # by register: the call that indexed another register to make it
     made: list[Call] = []
     for call in calls:
         name = name_of(call.func)
         if name == "__getitem__" and isinstance(call.results, Register):
             parts[call.results.at] = call
-        if name == "__setitem__" and _lies_there(call, parts, memory):
+        if name == "__setitem__" and _writes_itself(call, parts, memory):
             continue
         rolled = _in_place(made[-1], call, tensors) if name == "copy_" and made else None
         if rolled is not None and read[made[-1].writes[0]] == 1:
@@ -57,28 +57,28 @@ def moved_in_place(
     return made
 
 
-def _lies_there(call: Call, parts: Mapping[int, Call], memory: Mapping[int, int]) -> bool:
-    """Whether a call writes `x[i]`, which is a view, to `x[i]`."""
+def _writes_itself(call: Call, parts: Mapping[int, Call], memory: Mapping[int, int]) -> bool:
+    """Return whether a call writes `x[i]`, which is a view, to `x[i]`."""
     if len(call.args) != 3 or not all(isinstance(a, Register) for a in (call.args[0], call.args[2])):
         return False
     whole, index, value = call.args
     cut = parts.get(value.at)
-    if cut is None or cut.args[0] != whole or not _plain(index) or repr(cut.args[1]) != repr(index):
+    if cut is None or cut.args[0] != whole or not _is_static(index) or repr(cut.args[1]) != repr(index):
         return False
     return value.at in memory and memory[value.at] == memory.get(whole.at)
 
 
-def _plain(index: Any) -> bool:
-    """Whether an index holds whole numbers and slices of them alone."""
+def _is_static(index: Any) -> bool:
+    """Return whether an index consists only of integers, slices of integers and Ellipsis."""
     if isinstance(index, slice):
         return all(n is None or type(n) is int for n in (index.start, index.stop, index.step))
     if type(index) is tuple:
-        return all(map(_plain, index))
+        return all(map(_is_static, index))
     return index is Ellipsis or type(index) is int
 
 
 def _in_place(roll: Call, copy: Call, tensors: Sequence[Tensor]) -> Call | None:
-    """Both calls as one, if the first is a roll of a tensor and the second its copy back."""
+    """Return both calls as one, if the first rolls a tensor and the second copies the result back into it."""
     if name_of(roll.func) != "roll" or len(roll.args) != 1 or {*roll.kwargs} != {"shifts", "dims"}:
         return None
     stack, shift, dim = roll.args[0], roll.kwargs["shifts"], roll.kwargs["dims"]

@@ -1,12 +1,12 @@
-"""Calls that write their result into memory that is there already, so that a step computes and allocates nothing.
+"""Find calls whose result can be written into preallocated memory, so that a step allocates nothing for them.
 
     recorded                 once per rollout          at each step
     x = add(a, b)            x = empty(8, 1)           add(a, b, out=x)
     y = x.reshape(8)         y = x.reshape(8)
     s = sum(y, 0)            s = empty()               sum(y, 0, out=s)
 
-Such memory has both its forms, tensor and array, from the beginning: the ways from one to the other cost 0.8 µs each.
-Of images it stays where the last step left it, in the processor's cache.
+Such memory has both forms, tensor and array, from the beginning, which saves conversions at 0.8 µs each. If it holds
+images, it stays in the processor's cache, where the last step left it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _OUT: dict[str, Callable[..., Any]] = {
     "logical_or": torch.logical_or, "logical_and": torch.logical_and, "logical_not": torch.logical_not,
     "sum": torch.sum, "mean": torch.mean, "cat": torch.cat,
 }
-_OF_A_DIMENSION = ("sum", "mean")  # those of a whole tensor take no memory
+_REDUCTIONS = ("sum", "mean")  # reductions of a whole tensor take no `out`
 # fmt: on
 
 
 def writer(call: Call) -> Callable[..., Any] | None:
-    """The function that makes this call's result in memory it is given as `out`, if torch has one."""
+    """Return the torch function that writes this call's result into `out`, or None if there is none."""
     name = name_of(call.func)
     found = _OUT.get(name)
-    if found is None or "out" in call.kwargs or (name in _OF_A_DIMENSION and len(call.args) < 2):
+    if found is None or "out" in call.kwargs or (name in _REDUCTIONS and len(call.args) < 2):
         return None
     return found
 
 
 def is_cast(call: Call, tensors: Sequence[Tensor]) -> bool:
-    """Whether a call on whole numbers and a Python number makes floats of them first: images, divided by 255."""
+    """Return whether a call divides integers by a Python number and so converts them to floats first, as for images."""
     if name_of(call.func) not in ("div", "__truediv__") or len(call.args) != 2 or call.kwargs:
         return False
     given, made = tensors[call.args[0].at], tensors[call.results.at]
@@ -55,7 +55,7 @@ def is_cast(call: Call, tensors: Sequence[Tensor]) -> bool:
 
 
 def is_view(call: Call, memory: Mapping[int, int]) -> bool:
-    """Whether all that is returned lies in the memory of what is given, and nothing is computed."""
+    """Return whether all results of a call lie in the memory of its arguments, and nothing is computed."""
     made = [at for at in call.writes if at not in call.reads]
     if not made or call.random or call.foreign or call.changes:
         return False
@@ -64,7 +64,7 @@ def is_view(call: Call, memory: Mapping[int, int]) -> bool:
 
 
 def has_room(call: Call, tensors: Sequence[Tensor], memory: Mapping[int, int]) -> bool:
-    """Whether the one result of a call can lie in memory of its own that is made before."""
+    """Return whether a call has one result, which can be written into memory allocated for it in advance."""
     if not isinstance(call.results, Register) or call.random or call.foreign or call.changes:
         return False
     at = call.results.at

@@ -1,13 +1,13 @@
-"""Provable: whether the code of a user's modules can be known to be a function of tensors, by reading it.
+"""Provable: find out by reading the code of a user's modules whether it is certain to be a function of tensors.
 
 A recording shows what a module did; it cannot show what it would do another time. So the code is read before anything
 is recorded. A module of torch's, tensordict's or TorchRL's own is known. One of the user's own is a function of tensors
-if its `forward`, and whatever methods and functions of the user's that calls, decorators and distributions of the
-user's own included, do nothing else than this:
+if its `forward`, and the user's own methods and functions that it calls, decorators and distributions included, do only
+this:
 
-- look up names of torch, `math`, constants and modules that are registered, and attributes that are numbers, tensors or
-  modules: no clocks, files, generators, settings, plain objects, which change without anybody noticing;
-- compute with them: no attribute, item or variable outside is written, nothing is imported, no context is entered.
+- look up names of torch, `math`, constants, registered modules, and attributes that are numbers, tensors or modules;
+  not clocks, files, generators, settings or plain objects, which can change unnoticed;
+- compute with them: no attribute, item or outer variable is written, nothing is imported, no context is entered.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import builtins
 import dis
 import functools
 import inspect
+import itertools
 import math
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-_KNOWN = ("torch", "tensordict", "torchrl")
+_LIBRARIES = ("torch", "tensordict", "torchrl")
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
-_MAGIC = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__torch_function__"}
+_DUNDERS = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__torch_function__"}
 # fmt: off
 _BUILTINS = frozenset(
     {
@@ -45,7 +46,7 @@ _WRITES = frozenset(
         "PUSH_EXC_INFO", "CHECK_EXC_MATCH"
     }
 )
-# What the process is set to, or more than tensors know: names of torch that are not functions of tensors.
+# Names of torch that are not functions of tensors, but settings of the process or more.
 _SETTINGS = frozenset(
     {
         "are_deterministic_algorithms_enabled", "backends", "default_generator", "distributed", "futures",
@@ -59,7 +60,7 @@ _SETTINGS = frozenset(
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why a model's code cannot be known to be a function of tensors; None if it can."""
+    """Return why a model's code is not certain to be a function of tensors; None if it is."""
     return CodeReader([model]).why
 
 
@@ -67,9 +68,9 @@ class CodeReader:
     """Reads the code of modules.
 
     Attributes:
-        why: why it cannot be known to be a function of tensors; None if it can.
-        functions: the functions of the user's own that were read.
-        classes: the classes of the user's own that they make objects of, like distributions.
+        why: why it is not certain to be a function of tensors; None if it is.
+        functions: the user's own functions that were read.
+        classes: the user's own classes of which the code makes objects, such as distributions.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -78,49 +79,49 @@ class CodeReader:
         self._kinds = {cls for part in self._parts for cls in type(part).__mro__}
         self.functions: dict[types.FunctionType, None] = {}
         self.classes: dict[type, None] = {}
-        self.why = self._reason()
+        self.why = self._why_not()
 
-    def _reason(self) -> str | None:
+    def _why_not(self) -> str | None:
         for part in self._parts:
-            reason = self._part(part)
+            reason = self._why_not_module(part)
             if reason is not None:
                 return f"its {type(part).__name__} {reason}"
         return None
 
-    def _part(self, part: nn.Module) -> str | None:
+    def _why_not_module(self, part: nn.Module) -> str | None:
         for value in vars(part).values():
-            reason = self._held(value, 3)
+            reason = self._why_not_held(value, 3)
             if reason is not None:
                 return f"calls a function that {reason}"
         if _is_known(type(part)):
             method = vars(part).get("method")  # of a TensorDictModule, in place of `forward`
-            return self._code(getattr(part.module, method)) if isinstance(method, str) else None
+            return self._why_not_function(getattr(part.module, method)) if isinstance(method, str) else None
         if isinstance(part, TensorDictModuleBase):
             return "has code of its own on TensorDicts"
         for cls in type(part).__mro__:
-            own = _MAGIC & vars(cls).keys() if not _is_known(cls) and cls is not object else set()
+            own = _DUNDERS & vars(cls).keys() if not _is_known(cls) and cls is not object else set()
             if own:
                 return f"has a {sorted(own)[0]} of its own"
-        return self._code(type(part).forward)
+        return self._why_not_function(type(part).forward)
 
-    def _held(self, value: Any, depth: int) -> str | None:
-        """Why something that a module holds, and may call, is a reason."""
+    def _why_not_held(self, value: Any, depth: int) -> str | None:
+        """Return what is wrong with a value that a module holds and may call; None if nothing is."""
         if isinstance(value, (Mapping, list, tuple)):
             inside = value.values() if isinstance(value, Mapping) else value
-            return next((r for v in inside if (r := self._held(v, depth - 1)) is not None), None) if depth else None
+            return _first(self._why_not_held(v, depth - 1) for v in inside) if depth else None
         if not callable(value) or _is_known(value) or isinstance(value, (nn.Module, Tensor, weakref.ref)):
             return None
         if inspect.isfunction(value) or inspect.ismethod(value):
-            return self._code(value)
+            return self._why_not_function(value)
         if isinstance(value, functools.partial):
             given = (value.func, *value.args, *value.keywords.values())
-            return next((r for v in given if (r := self._value(v, "what it is given")) is not None), None)
+            return _first(self._why_not_value(v, "what it is given") for v in given)
         if inspect.isclass(value):
-            return None if issubclass(value, nn.Module) else self._class(value)
+            return None if issubclass(value, nn.Module) else self._why_not_class(value)
         return f"is a {type(value).__name__}"
 
-    def _class(self, kind: type) -> str | None:
-        """Why a class whose objects live for one step, as distributions do, is a reason; it may write to them."""
+    def _why_not_class(self, kind: type) -> str | None:
+        """Return what is wrong with a class whose objects live for one step (distributions); it may write to them."""
         if kind in self.classes:
             return None
         self.classes[kind] = None
@@ -128,17 +129,17 @@ class CodeReader:
             if _is_known(cls) or cls.__module__ == "builtins":
                 continue
             self.classes[cls] = None
-            if _MAGIC & vars(cls).keys():
-                return f"is a {kind.__name__}, which has a {sorted(_MAGIC & vars(cls).keys())[0]} of its own"
+            if _DUNDERS & vars(cls).keys():
+                return f"is a {kind.__name__}, which has a {sorted(_DUNDERS & vars(cls).keys())[0]} of its own"
             for value in vars(cls).values():
                 value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-                reason = self._code(value, of=kind) if inspect.isfunction(value) else None
+                reason = self._why_not_function(value, of=kind) if inspect.isfunction(value) else None
                 if reason is not None:
                     return f"is a {kind.__name__}, which {reason}"
         return None
 
-    def _code(self, function: Any, of: type | None = None) -> str | None:
-        """Why a function, or a method of the class `of`, is more than a function of tensors."""
+    def _why_not_function(self, function: Any, of: type | None = None) -> str | None:
+        """Return why a function, or a method of the class `of`, is more than a function of tensors; or None."""
         function = _without_known_wrappers(function)
         if not isinstance(function, types.FunctionType):
             return f"is a {type(function).__name__}"
@@ -146,7 +147,7 @@ class CodeReader:
             return None
         self.functions[function] = None
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if not _constant(value):
+            if not _is_constant(value):
                 return f"has a {type(value).__name__} as a default"
         for cell in function.__closure__ or ():
             try:
@@ -154,8 +155,8 @@ class CodeReader:
             except ValueError:
                 continue
             if inspect.isclass(value) and (value in self._kinds or value in self.classes):
-                continue  # `super()`
-            reason = self._value(value, "a variable around it")
+                continue  # the variable that `super()` reads
+            reason = self._why_not_value(value, "a variable around it")
             if reason is not None:
                 return reason
         writes = _WRITES - {"STORE_ATTR"} if of is not None else _WRITES
@@ -165,38 +166,40 @@ class CodeReader:
                     done = f"{step.opname.lower().replace('_', ' ')} {step.argval or ''}".rstrip()
                     return f"does more than compute ({done})"
             for name in code.co_names:
-                reason = self._name(name, function, of)
+                reason = self._why_not_name(name, function, of)
                 if reason is not None:
                     return reason
         return None
 
-    def _name(self, name: str, function: types.FunctionType, of: type | None) -> str | None:
-        """Why a name in the code is a reason: it may be a global, an attribute, or a method of a tensor.
+    def _why_not_name(self, name: str, function: types.FunctionType, of: type | None) -> str | None:
+        """Return what is wrong with a name in the code, which may be a global, an attribute, or a tensor's method.
 
-        An attribute may be that of any of the modules, and a method that of any of its class's parents (`super`).
+        An attribute may belong to any of the modules, and a method to any parent of its class (`super`).
         """
         if name in function.__globals__:
-            reason = self._value(function.__globals__[name], name)
+            reason = self._why_not_value(function.__globals__[name], name)
             if reason is not None:
                 return reason
         elif hasattr(builtins, name) and name not in _BUILTINS and not hasattr(Tensor, name):
             return f"uses {name}"
         if name in _SETTINGS or (name.startswith("set_") and hasattr(torch, name)):
             return f"uses {name}"
-        if name == "__class__" or name == "training":
-            return "uses __class__" if name == "__class__" else None
+        if name == "__class__":
+            return "uses __class__"
+        if name == "training":
+            return None
         held = [] if of is not None else [vars(part)[name] for part in self._parts if name in vars(part)]
         kinds = of.__mro__ if of is not None else self._kinds
-        reasons = (self._value(value, f"its attribute {name}") for value in held)
+        reasons = (self._why_not_value(value, f"its attribute {name}") for value in held)
         found = [vars(cls)[name] for cls in kinds if name in vars(cls) and not _is_known(cls) and cls is not object]
         if any(inspect.isfunction(value) for value in found) and of is not None:
-            found = []  # all methods of the class are read
+            found = []  # `_why_not_class` reads all methods of the class
         plain = [v.fget if isinstance(v, property) else getattr(v, "__func__", v) for v in found]
-        of_classes = (self._value(value, f"its class's {name}") for value in plain)
-        return next((reason for them in (reasons, of_classes) for reason in them if reason is not None), None)
+        of_classes = (self._why_not_value(value, f"its class's {name}") for value in plain)
+        return _first(itertools.chain(reasons, of_classes))
 
-    def _value(self, value: Any, name: str) -> str | None:
-        if _constant(value) or isinstance(value, Tensor):
+    def _why_not_value(self, value: Any, name: str) -> str | None:
+        if _is_constant(value) or isinstance(value, Tensor):
             return None
         if isinstance(value, nn.Module):
             return None if id(value) in self._registered else f"uses {name}, a module that is not registered"
@@ -209,35 +212,39 @@ class CodeReader:
         if callable(value) and _is_known(value):
             return None
         if inspect.isfunction(value) or inspect.ismethod(value):
-            return self._code(value)
+            return self._why_not_function(value)
         if isinstance(value, (list, tuple)):
-            return next((r for v in value if (r := self._value(v, name)) is not None), None)
+            return _first(self._why_not_value(v, name) for v in value)
         return f"uses {name}, a {type(value).__name__}"
 
 
+def _first(reasons: Iterable[str | None]) -> str | None:
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 def _without_known_wrappers(function: Any) -> Any:
-    """What a method, or a function that torch has wrapped (`@torch.no_grad()`), is inside."""
+    """Return the function inside a method, or inside torch's wrappers of a function (`@torch.no_grad()`)."""
     function = getattr(function, "__func__", function)
-    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _written_there(function):
+    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _is_library_code(function):
         function = getattr(function.__wrapped__, "__func__", function.__wrapped__)
     return function
 
 
 def _is_known(thing: Any) -> bool:
-    """Whether something is torch's, tensordict's or TorchRL's: all of it, not just what is around a function."""
+    """Return whether something is torch's, tensordict's or TorchRL's own, not just wrapped by one of them."""
     if isinstance(thing, types.FunctionType):
-        return _written_there(_without_known_wrappers(thing))
-    return _root(getattr(thing, "__module__", None) or "") in _KNOWN
+        return _is_library_code(_without_known_wrappers(thing))
+    return _root(getattr(thing, "__module__", None) or "") in _LIBRARIES
 
 
-def _written_there(function: Any) -> bool:
-    """Whether a function's code is in one of these libraries. The name it bears may be that of what it is around."""
+def _is_library_code(function: Any) -> bool:
+    """Return whether a function's code is in these libraries; its own names may be copied from what it wraps."""
     where = function.__globals__.get("__name__") if isinstance(function, types.FunctionType) else function.__module__
-    return _root(where or "") in _KNOWN
+    return _root(where or "") in _LIBRARIES
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions in it."""
+    """Yield a function's code object, and those of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -248,5 +255,5 @@ def _root(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _constant(value: Any) -> bool:
-    return isinstance(value, _CONSTANTS) or (isinstance(value, tuple) and all(map(_constant, value)))
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, _CONSTANTS) or (isinstance(value, tuple) and all(map(_is_constant, value)))

@@ -1,4 +1,4 @@
-"""Recorder: the torch calls a policy makes in one step, recorded once and replayed as straight-line code.
+"""Recorder: record the torch calls a policy makes in one step, to replay them as straight-line code.
 
     the policy                           recorded               replayed
     ──────────────────────────────────   ─────────────────────  ──────────────────────────────────────────────
@@ -6,20 +6,21 @@
     TensorDicts, distribution objects,   tanh(·)                at each step:      h = tanh(linear(x, W, b)) …
     properties, shape checks             exp(log_std) …
 
-The functions that are recorded are the very functions the policy called, in their order, on the policy's own
-parameters: the numbers are the same, and so are the random numbers that are used up. What depends on parameters
-alone is computed once per rollout.
+The recording holds the very functions the policy called, in their order, on the policy's own parameters: the numbers
+are the same, and so are the random numbers that are consumed. What depends on parameters alone is computed once per
+rollout.
 
-A policy is captured only if the replay is the policy:
+A policy is captured only if the replay does the same as the policy:
 
-- no value computed from an input or a random number decides anything in Python (`if x.max() > 0`, `x.item()`); the
-  checks of `torch.distributions` are the exception: they are looked at after the rollout and raise then;
+- no value computed from an input or a random number decides anything in Python (`if x.max() > 0`, `x.item()`), except
+  for the argument checks of `torch.distributions`: the replay makes them after the rollout and raises then;
 - nothing outside is written: no parameter, buffer, attribute or input;
-- no other source of chance is used than torch's generator;
+- torch's generator is the only source of random numbers;
 - two recordings on different inputs are the same, call by call, and the replay gives the same bits as the policy.
 
-`bind`, before each rollout, looks whether anything the recording relied on has changed: attributes, hooks, replaced
-parameters, `train()`. A value decided by parameters alone (`if self.scale.max() > 1`) is evaluated again there.
+Before each rollout, `Captured.bind` checks whether anything the recording relied on has changed: attributes, hooks,
+replaced parameters, `train()`. A decision that depends on parameters alone (`if self.scale.max() > 1`) is evaluated
+again there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -44,9 +45,9 @@ from reap.core.capture.chance import is_shared
 
 _TORCH = os.path.dirname(torch.__file__)
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions")
-_DISTURBED = 8  # so often a recording in which another thread drew is made again
+_ATTEMPTS = 8  # how often a recording is repeated because another thread may have drawn random numbers
 
-# Questions about a tensor whose answers follow from its shape, type and place, which do not change.
+# Questions about a tensor whose answers follow from its shape, dtype and device, which do not change.
 # fmt: off
 _METADATA = frozenset(
     {
@@ -60,14 +61,14 @@ _METADATA = frozenset(
         "is_mtia", "output_nr", "retains_grad", *torch_internals.METADATA
     }
 )
-# Calls whose results have as many numbers as values say: with others what follows would be another program.
+# Calls whose results have a size that depends on values: with other values, what follows would be another program.
 _SIZED_BY_VALUES = frozenset(
     {
         "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "unique_dim", "bincount",
         "repeat_interleave", "masked_scatter", "nonzero_static", "histc", *torch_internals.SIZED_BY_VALUES
     }
 )
-# Calls that concern no tensor and change nothing a replay without gradients would notice.
+# Calls that involve no tensor and change nothing that matters to a replay without gradients.
 _HARMLESS = frozenset(
     {
         "set_grad_enabled", "is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype", "finfo", "iinfo",
@@ -91,36 +92,36 @@ class Call(NamedTuple):
     results: Any  # registers in the structure of the result
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    changes: tuple[int, ...]  # registers of tensors whose values it changed
+    changes: tuple[int, ...]  # registers of tensors that it changed in place
     random: bool
-    foreign: bool = False  # whether it is no function of torch's
+    foreign: bool = False  # whether `func` is not a torch function
 
 
 class Register(NamedTuple):
-    """A tensor of the recording, by its number."""
+    """Stands for a tensor of the recording, by its number."""
 
     at: int
 
 
 class Decision(NamedTuple):
-    """A tensor that was turned into a Python value, and the value it gave."""
+    """Says that `read` turned the tensor `at` into a Python value, and which."""
 
     read: Callable[..., Any]
     at: int
     value: Any
-    checks: bool  # whether a distribution looked at its own arguments: the other answer raises
+    checks: bool  # whether a distribution checked its own arguments: the other answer raises
 
 
 class Shadows:
-    """Copies of tensors that lie in memory as those do: two that share it have copies that share theirs."""
+    """Makes copies of tensors with the same memory layout: tensors that share memory have copies that share memory."""
 
     def __init__(self) -> None:
-        self._memory: dict[int, Any] = {}  # copies, by the address of what was copied
-        self.original: dict[int, int] = {}  # the other way round, by addresses
+        self._memory: dict[int, Any] = {}  # copied memory, by the address of the original
+        self.original: dict[int, int] = {}  # address of the original, by the address of the copy
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The copy that stands for a tensor; always the same one."""
+        """Return the copy that stands for a tensor; always the same one."""
         if id(tensor) not in self._made:
             memory: Any = tensor.untyped_storage()
             at = memory.data_ptr()
@@ -135,12 +136,12 @@ class Shadows:
 
 
 class Recorder(TorchFunctionMode):
-    """Runs what is called and writes it down."""
+    """Records torch calls as they are made."""
 
     def __init__(self, inputs: Sequence[Tensor], shadows: Shadows | None = None) -> None:
         super().__init__()
-        self.shadows = shadows  # what stands for tensors from outside while it runs, if they may be changed
-        self.tensors: list[Tensor] = []  # by register; kept alive, so that no id is given twice
+        self.shadows = shadows  # copies used in place of outside tensors, if the step may change those
+        self.tensors: list[Tensor] = []  # by register; kept alive, so that no id is reused
         self.calls: list[Call] = []
         self.decisions: list[Decision] = []
         self._at: dict[int, int] = {}
@@ -148,11 +149,11 @@ class Recorder(TorchFunctionMode):
             self.register(tensor)
         self.inputs = len(inputs)
         self.paused = False
-        self.moved = False  # whether NumPy's or Python's generator did
+        self.moved = False  # whether NumPy's or Python's generator moved
         self.made: set[int] = set()  # registers that a call wrote
 
     def register(self, tensor: Tensor) -> int:
-        """The number of a tensor, a new one if it has not been met."""
+        """Return the register of a tensor, a new one if the tensor has none."""
         at = self._at.get(id(tensor))
         if at is None:
             at = self._at[id(tensor)] = len(self.tensors)
@@ -160,31 +161,31 @@ class Recorder(TorchFunctionMode):
         return at
 
     def foreign(self, func: Callable[..., Any], given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Note a call of a function that is not torch's: at each replay it is called with what was `given`."""
+        """Record a call of a function that is not torch's, which each replay calls with the registers of `given`."""
         reads = tuple(self.register(t) for t in given)
         writes = tuple(self.register(t) for t in made)
         self.made.update(writes)
         results = tuple(map(Register, writes))
         self.calls.append(Call(func, tuple(map(Register, reads)), {}, results, reads, writes, (), True, True))
 
-    def _outside(self, tensor: Tensor) -> bool:
+    def _is_outside(self, tensor: Tensor) -> bool:
         at = self._at.get(id(tensor))
         return at is None or (at >= self.inputs and at not in self.made)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """Call, on shadows of what is from outside; returns the result and which of the given tensors were changed."""
+        """Call `func`, on shadows of outside tensors; return its result and which of the given tensors it changed."""
         version_of = torch_internals.version_of
         given = list(tensors_in((args, kwargs)))
         if self.shadows is None:
             before = list(map(version_of, given))
             result = func(*args, **kwargs)
             return result, [t for t, version in zip(given, before) if version_of(t) != version]
-        stands = {id(t): self.shadows.of(t) if self._outside(t) else t for t in given}
-        whom = {id(stands[id(t)]): t for t in given}
+        stands = {id(t): self.shadows.of(t) if self._is_outside(t) else t for t in given}
+        originals = {id(stands[id(t)]): t for t in given}
         before = [version_of(stands[id(t)]) for t in given]
-        result = func(*_mapped(args, stands), **_mapped(kwargs, stands))
+        result = func(*mapped(args, lambda t: stands[id(t)]), **mapped(kwargs, lambda t: stands[id(t)]))
         changed = [t for t, version in zip(given, before) if version_of(stands[id(t)]) != version]
-        return _mapped(result, whom), changed
+        return mapped(result, lambda t: originals.get(id(t), t)), changed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -192,14 +193,14 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         name = name_of(func)
         given = list(tensors_in((args, kwargs)))
-        chance = _chance(given)
+        states = _torch_states(given)
         _refuse_by_values(name, func, args, kwargs)
-        if name == "__getitem__":  # as many as the mask says: it decides, like a value that is asked for
+        if name == "__getitem__":  # a mask decides how many rows result, like a value read in Python
             masks = [t for t in tensors_in(args[1:]) if t.dtype in (torch.bool, torch.uint8)]
-            told = unrecorded(lambda: [mask.tolist() for mask in masks])
-            self.decisions += [Decision(Tensor.tolist, self.register(m), v, False) for m, v in zip(masks, told)]
+            mask_values = unrecorded(lambda: [mask.tolist() for mask in masks])
+            self.decisions += [Decision(Tensor.tolist, self.register(m), v, False) for m, v in zip(masks, mask_values)]
         result, altered = self._run(func, args, kwargs)
-        drawn = any(not torch.equal(a, b) for a, b in zip(chance, _chance(given)))
+        drawn = any(not torch.equal(a, b) for a, b in zip(states, _torch_states(given)))
         if name in _METADATA and not isinstance(result, Tensor):
             return result
         made = list(tensors_in(result))
@@ -213,19 +214,19 @@ class Recorder(TorchFunctionMode):
             raise NotCaptured(f"it calls Tensor.{name}")
         reads = tuple(self.register(t) for t in given)
         changed = tuple(self.register(t) for t in altered)
-        template = _replace(args, self.register), {k: _replace(v, self.register) for k, v in kwargs.items()}
+        template = _registered(args, self.register), {k: _registered(v, self.register) for k, v in kwargs.items()}
         if not made and result is not None:
             return self._decide(name, func, template, reads, result)
-        results = _replace(result, self.register)
+        results = _registered(result, self.register)
         writes = tuple(dict.fromkeys(self.register(t) for t in made))
         if not drawn and not changed and all(at in reads for at in writes):
-            return result  # the tensor itself came back
+            return result  # the tensor it was given came back
         self.made.update(at for at in writes if at not in reads)
         self.calls.append(Call(func, *template, results, reads, writes, changed, drawn))
         return result
 
     def _decide(self, name: str, func: Any, template: Any, reads: tuple[int, ...], value: Any) -> Any:
-        """Note that a tensor became a Python value; returns the value the policy is told."""
+        """Record that a tensor became a Python value; return the value that the policy receives."""
         args, kwargs = template
         if len(reads) != 1 or len(args) != 1 or kwargs or not isinstance(value, (bool, int, float, list)):
             raise NotCaptured(f"{name} gives a {type(value).__name__}")
@@ -237,7 +238,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _refuse_by_values(name: str, func: Any, args: Any, kwargs: Any) -> None:
-    """Raise for calls that do something else for every value, or change what they are given without a trace."""
+    """Raise `NotCaptured` for calls whose result size depends on values, or that change their arguments unnoticed."""
     if name in _SIZED_BY_VALUES or (name == "where" and len(args) + len(kwargs) == 1):
         raise NotCaptured(f"how much {name} returns depends on values")
     if name in ("batch_norm", "instance_norm"):
@@ -248,17 +249,17 @@ def _refuse_by_values(name: str, func: Any, args: Any, kwargs: Any) -> None:
 
 
 class Question(enum.Enum):
-    """Why known code wants to know the value of a tensor, where the answer need not be waited for."""
+    """Why known library code reads the value of a tensor, in cases that need not decide what happens next."""
 
     IS_VALID = "a distribution looks at its arguments, and raises if they are wrong"
-    # The work that the answer would save is done always: it leaves a value that did not need it as it was.
+    # For these, the work that the answer could save is always done: it does not change values that do not need it.
     IS_WITHIN = "a spec clamps only what is not within its bounds"
     IS_OUTSIDE = "a truncated normal gives -inf only for what is outside"
     BEGINS = "a GRU clears its state only if an episode begins in some lane"
 
 
 def _question() -> Question | None:
-    frame = sys._getframe(3)  # whoever called the torch function
+    frame = sys._getframe(3)  # the caller of the torch function
     for _ in range(8):
         code = frame.f_code
         folder, file = os.path.split(code.co_filename)
@@ -277,7 +278,7 @@ def _question() -> Question | None:
 
 
 def name_of(func: Any) -> str:
-    """What a torch function is called; of a property's getter the property."""
+    """Return the name of a torch function; for the getter of a property, that of the property."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         owner = getattr(func, "__self__", None)
@@ -285,12 +286,12 @@ def name_of(func: Any) -> str:
     return name or (resolve_name(func) or repr(func)).rpartition(".")[-1]
 
 
-def _numpys_chance() -> tuple[Any, ...]:
+def _numpy_state() -> tuple[Any, ...]:
     state: Any = np.random.get_state()
     return state[1].tobytes(), *state[2:]
 
 
-def _chance(given: Sequence[Tensor]) -> list[Tensor]:
+def _torch_states(given: Sequence[Tensor]) -> list[Tensor]:
     states = [torch.default_generator.get_state()]
     if any(t.is_cuda for t in given):
         states.append(torch.cuda.get_rng_state())
@@ -298,7 +299,7 @@ def _chance(given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists, dicts and slices."""
+    """Yield every tensor in nested lists, dicts and slices."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -311,45 +312,45 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in((value.start, value.stop, value.step))
 
 
-def _mapped(value: Any, stands: Mapping[int, Tensor]) -> Any:
-    """`value` with other tensors in place of those that are named by their ids."""
-    if isinstance(value, Tensor):
-        return stands.get(id(value), value)
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with every tensor and Register in it changed."""
+    if isinstance(value, (Tensor, Register)):
+        return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_mapped(v, stands) for v in value)
+        return type(value)(mapped(v, change) for v in value)
     if type(value) is dict:
-        return {k: _mapped(v, stands) for k, v in value.items()}
+        return {k: mapped(v, change) for k, v in value.items()}
     if isinstance(value, slice):
-        return slice(*[_mapped(v, stands) for v in (value.start, value.stop, value.step)])
+        return slice(*[mapped(v, change) for v in (value.start, value.stop, value.step)])
     return value
 
 
-def _replace(value: Any, register: Callable[[Tensor], int]) -> Any:
-    """`value` with a Register in place of each tensor."""
+def _registered(value: Any, register: Callable[[Tensor], int]) -> Any:
+    """Return `value` with a Register in place of each tensor."""
     if isinstance(value, Tensor):
         return Register(register(value))
     if isinstance(value, torch.Size):
         return tuple(value)
     if isinstance(value, (tuple, list)):
-        items = [_replace(v, register) for v in value]
+        items = [_registered(v, register) for v in value]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, dict):
-        return {k: _replace(v, register) for k, v in value.items()}
+        return {k: _registered(v, register) for k, v in value.items()}
     if isinstance(value, slice):
-        return slice(*[_replace(v, register) for v in (value.start, value.stop, value.step)])
+        return slice(*[_registered(v, register) for v in (value.start, value.stop, value.step)])
     return value
 
 
-class _Recorders(threading.local):
-    by: Recorder | None = None
+class _ThreadState(threading.local):
+    recorder: Recorder | None = None
 
 
-_recording = _Recorders()
+_thread = _ThreadState()
 
 
 def unrecorded(call: Callable[[], Any]) -> Any:
-    """What `call` returns; what it asks of torch leaves no trace in a recording."""
-    recorder = _recording.by
+    """Return what `call` returns; its torch calls are not recorded."""
+    recorder = _thread.recorder
     if recorder is None:
         return call()
     recorder.paused = True
@@ -362,15 +363,15 @@ def unrecorded(call: Callable[[], Any]) -> Any:
 def foreign(
     func: Callable[..., Any], given: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]
 ) -> Sequence[Tensor]:
-    """Stand for a call of `func`, which is not torch's, by what `make` returns; at each replay `func` is called."""
+    """Record a call of `func`, which is not torch's, and return what `make` returns; each replay calls `func`."""
     made: Sequence[Tensor] = unrecorded(make)
-    if _recording.by is not None:
-        _recording.by.foreign(func, given, made)
+    if _thread.recorder is not None:
+        _thread.recorder.foreign(func, given, made)
     return made
 
 
 class RecordedStep(NamedTuple):
-    """What one run of a policy did, and which registers hold what it returned."""
+    """The recording of one run of a policy, and the registers of what the policy returned."""
 
     recorder: Recorder
     outputs: tuple[int, ...]
@@ -379,23 +380,23 @@ class RecordedStep(NamedTuple):
 def record(
     call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], shadows: Shadows | None = None
 ) -> RecordedStep:
-    """Run `call` on copies of `inputs` and write down what it does to tensors; to `shadows` of those from outside."""
+    """Run `call` on copies of `inputs`, and on `shadows` of outside tensors if given; record its torch calls."""
     if not torch_internals.KNOWS_CHANGES:
         raise NotCaptured("this version of torch does not say which tensors a call has changed")
-    inputs = [x.detach().clone() for x in inputs]  # of which no two are one tensor
+    inputs = [x.detach().clone() for x in inputs]  # no two of these are the same tensor
     version_of = torch_internals.version_of
     versions = list(map(version_of, inputs))
-    numpy_state, python_state = _numpys_chance(), random.getstate()
+    numpy_state, python_state = _numpy_state(), random.getstate()
     recorder = Recorder(inputs, shadows)
-    _recording.by = recorder
+    _thread.recorder = recorder
     try:
         with torch.no_grad(), recorder:
             outputs = call(*inputs)
     finally:
-        _recording.by = None
+        _thread.recorder = None
     if list(map(version_of, inputs)) != versions:
         raise NotCaptured("it changes its input in place")
-    recorder.moved = numpy_state != _numpys_chance() or python_state != random.getstate()
+    recorder.moved = numpy_state != _numpy_state() or python_state != random.getstate()
     if recorder.moved and not is_shared():
         raise NotCaptured("it draws from NumPy's or Python's random numbers")
     for value in outputs:
@@ -405,9 +406,9 @@ def record(
 
 
 def undisturbed(make: Callable[[], RecordedStep]) -> RecordedStep:
-    """A recording; beside the learner one in which nobody drew, made again where that may have been the learner."""
+    """Return a recording; beside the learner one without random draws, repeated if the learner may have made them."""
     made = make()
-    for _ in range(_DISTURBED):
+    for _ in range(_ATTEMPTS):
         if not is_shared() or not (made.recorder.moved or any(c.random and not c.foreign for c in made.recorder.calls)):
             return made
         made = make()
@@ -415,7 +416,7 @@ def undisturbed(make: Callable[[], RecordedStep]) -> RecordedStep:
 
 
 def from_outside(first: RecordedStep, second: RecordedStep) -> dict[int, Tensor]:
-    """The tensors that both recordings found outside, by register; NotCaptured where the two recordings differ."""
+    """Return the outside tensors both recordings used, by register; raise `NotCaptured` if the recordings differ."""
     a, b = first.recorder, second.recorder
     if len(a.calls) != len(b.calls) or first.outputs != second.outputs or len(a.tensors) != len(b.tensors):
         raise NotCaptured("it does not make the same calls every time")
@@ -444,7 +445,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None) -> None:
-    """Raise `NotCaptured` if a computed value decides something in Python: for others it is another program."""
+    """Raise `NotCaptured` if a computed value decides something in Python: other values make another program."""
     if moving is None:
         computed = set(range(recorder.inputs))
         for call in recorder.calls:

@@ -1,11 +1,11 @@
-"""Captured: a recorded step as straight-line code (see recorder.py for what is recorded, and when it may be).
+"""Captured: run a recorded step as straight-line code (recorder.py says what is recorded, and under which conditions).
 
-    once per rollout      what follows from parameters alone:  s = exp(log_std)
-    at each step          what is asked for at once:           h = tanh(linear(x, W, b)); a = h + s · noise
-    after the rollout     what nobody asks for before:         log-probabilities, for all steps in one call
+    once per rollout      what depends on parameters alone:    s = exp(log_std)
+    at each step          what is needed at once:              h = tanh(linear(x, W, b)); a = h + s · noise
+    after the rollout     what nobody needs before:            log-probabilities, for all steps in one call
 
-The functions are those that were recorded, on the same tensors; where NumPy gives the same bits in less time, NumPy's
-(see exact.py). What is computed after the rollout is computed by the same functions on whole columns.
+The functions are those that were recorded, on the same tensors, or NumPy's if those give the same bits in less time
+(see exact.py). After the rollout, the same functions are called on whole columns.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from reap.core.capture.recorder import (
     Register,
     Shadows,
     from_outside,
+    mapped,
     name_of,
     record,
     refuse_decisions,
@@ -40,7 +41,7 @@ from reap.core.capture.shortcuts import Shortened
 from reap.core.capture.source import StepSource, Wanted
 
 # Functions that give the same bits for a row alone and among others. Some of torch's do not (softplus, sigmoid, atanh):
-# they have one code for whole vectors and another for the rest of a row.
+# they compute whole vectors by one code and the remainder of a row by another.
 # fmt: off
 _ROW_BY_ROW = frozenset(
     {
@@ -56,22 +57,22 @@ _ROW_BY_ROW = frozenset(
     }
 )
 # fmt: on
-_KEPT = 1 << 15  # bytes a step may leave for the end of the rollout
+_MAX_KEPT = 1 << 15  # most bytes that a step may keep for the end of the rollout
 
 
 class Captured:
-    """A step as straight-line code: `bind` before each rollout, then `run` at each step.
+    """A step as straight-line code: call `bind` before each rollout, then `run` at each step.
 
-    `run` takes those of the inputs that `used` names and returns the outputs, then a value for each of `checks`.
+    `run` takes the inputs whose indices are in `used` and returns the outputs, then a value for each of `checks`.
 
     Args:
-        modules: whose attributes, hooks and parameters the step relies on.
+        modules: the modules whose attributes, hooks and parameters the step relies on.
         call: makes the step; takes and returns tensors.
-        probes: inputs to compare step and replay on, two at least. On the first two the step is recorded.
-        writes: whether the step may change tensors that are not its own, as a running mean does. While it is recorded
-            and compared, copies stand for them.
+        probes: at least two sets of inputs to compare step and replay on. The step is recorded on the first two.
+        writes: whether the step may change tensors that are not its own, as a running mean does. It works on copies of
+            them while it is recorded and compared.
         arrays: whether `run` takes and returns arrays in place of tensors, as functions in it that are not torch's do.
-        inference: whether what `run` returns may be tensors of inference mode, which nobody can change in place later.
+        inference: whether `run` may return inference tensors, which cannot be changed in place later.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -88,7 +89,7 @@ class Captured:
     ) -> None:
         self._call, self._writes, self._arrays, self._inference = call, writes, arrays, inference
         refuse_hooks(modules)
-        self._relied_on, self._settings = Fingerprint(modules), _settings()
+        self._fingerprint, self._settings = Fingerprint(modules), _settings()
         first, second = (
             undisturbed(lambda probe=probe: record(call, probe, Shadows() if writes else None))  # type: ignore[misc]
             for probe in probes[:2]
@@ -96,17 +97,17 @@ class Captured:
         refuse_decisions(first.recorder)
         self._outside = from_outside(first, second)
         self._draws = any(one.random and not one.foreign for one in first.recorder.calls)
-        self._kinds = _kinds(self._outside.values())
-        self._arrange(first)
+        self._layouts = _layouts(self._outside.values())
+        self._sort_calls(first)
         self._probes = probes
         self._halves: dict[tuple[int, ...], Halves | None] = {}
-        if not self._proved() and (not self._numpy or not self._proved(numpy=False)):
+        if not self._agrees_on_probes() and (not self._numpy or not self._agrees_on_probes(numpy=False)):
             raise NotCaptured("its replay gives other numbers")
-        if not self._relied_on.holds():
+        if not self._fingerprint.holds():
             raise NotCaptured("it changes its own attributes")
 
-    def _proved(self, *, numpy: bool = True) -> bool:
-        """Whether step and replay agree on all probes."""
+    def _agrees_on_probes(self, *, numpy: bool = True) -> bool:
+        """Return whether step and replay agree on all probes."""
         self._numpy = numpy
         self._prepare, self._step = self._compiled(self._outside)
         for probe in self._probes:
@@ -116,8 +117,8 @@ class Captured:
                 return False
         return True
 
-    def _arrange(self, recording: RecordedStep) -> None:
-        """Sort the calls: made once per rollout, at each step, or not at all."""
+    def _sort_calls(self, recording: RecordedStep) -> None:
+        """Sort the calls into those to make once per rollout, at each step, or not at all."""
         recorder, outputs = recording
         calls, decisions, inputs = recorder.calls, recorder.decisions, range(recorder.inputs)
         real = recorder.shadows.original if recorder.shadows is not None else {}
@@ -129,7 +130,7 @@ class Captured:
             raise NotCaptured("it changes a tensor in place that it did not make itself")
         calls, names = _without_copies(calls, memory, changed, recording)
         outputs = tuple(names.get(at, at) for at in outputs)
-        calls = [_in_plain_form(call, recorder.tensors) for call in calls]
+        calls = [_standard_form(call, recorder.tensors) for call in calls]
         calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
         names = {at: again.get(name, name) for at, name in (again | names).items()}
         decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
@@ -156,7 +157,7 @@ class Captured:
         self._guards, self._fixed = [d for d in decisions if d.at not in moving], fixed
         self.used = [at for at in inputs if at in read]
         given = {memory.get(at) for at in inputs}
-        self.aliases = [memory.get(at) in given for at in outputs]  # outputs that lie in the memory of an input
+        self.aliases = [memory.get(at) in given for at in outputs]  # whether each output lies in the memory of an input
         self._prologue = _needed(steady, {*fixed, *(d.at for d in self._guards)})
         self._body, self._moving, self._memory = body, moving, memory
         self._changing = {at for at, place in memory.items() if place in changed}
@@ -164,56 +165,56 @@ class Captured:
         self._numpy = True
 
     def read_of(self, func: Callable[..., Any]) -> list[list[bool]]:
-        """For each call of `func`, which is not torch's, in a step: whether each of its results is looked at."""
+        """Return, for each call of `func` (not torch's) in a step, which of its results are used."""
         read = {at for call in self._body for at in call.reads} | {*self._outputs}
         return [[at in read for at in call.writes] for call in self._body if call.func == func]
 
     def _source(self, tensors: Sequence[Tensor], outside: Mapping[int, Tensor]) -> StepSource:
-        """What writes a function of these that is called at each step."""
+        """Return a StepSource for functions of these tensors that are called at each step."""
         more: dict[str, Any] = {"arrays": self._arrays, "inference": self._inference, "memory": self._memory}
         return StepSource(tensors, outside, self._fixed, numpy=self._numpy, **more)
 
     def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Prologue and body as functions, on these tensors from outside."""
+        """Return prologue and body as functions on these outside tensors."""
         first = [Wanted(at) for at in (*self._fixed, *(d.at for d in self._guards))]
         prologue = StepSource(self._tensors, outside, (), numpy=False).function(self._prologue, (), first)
         wanted = [Wanted(at, as_array=self._arrays) for at in self._outputs] + [Wanted(d.at) for d in self.checks]
         return prologue, self._source(self._tensors, outside).function(self._body, self.used, wanted)
 
     def bind(self, *, look: bool = True) -> bool:
-        """Compute what depends on parameters alone. False: something the recording relied on has changed.
+        """Compute what depends on parameters alone; return False if something the recording relied on has changed.
 
-        Without `look` attributes, hooks and the like are taken for what they were: it was bound in this rollout.
+        Without `look`, attributes, hooks and the like are not checked again: this rollout has done that before.
         """
-        if look and (self._settings != _settings() or not self._relied_on.holds()):
+        if look and (self._settings != _settings() or not self._fingerprint.holds()):
             return False
-        if look and _kinds(self._outside.values()) != self._kinds:
+        if look and _layouts(self._outside.values()) != self._layouts:
             return False
         with torch.no_grad():
             values = self._prepare()()
             guarded = values[len(self._fixed) :]
             if guarded and any(d.read(v) != d.value for d, v in zip(self._guards, guarded)):
                 return False
-            self._steady = values[: len(self._fixed)]
-            self.run = self._step(*self._steady)
+            self._fixed_values = values[: len(self._fixed)]
+            self.run = self._step(*self._fixed_values)
         return True
 
     def bound_with(self, *, but: Tensor) -> list[Any]:
-        """What `run` was bound with, beside the values of `but`: where tensors lie, and values that were read."""
+        """Return what `run` was bound with: the outside tensors' addresses, and all values read but those of `but`."""
         read = {at for call in self._prologue for at in call.reads}
         values = [_bytes(t).numpy().tobytes() for at, t in self._outside.items() if at in read and t is not but]
         return [*(t.data_ptr() for t in self._outside.values()), *values]
 
     def halves(self, now: Sequence[int]) -> Halves | None:
-        """This step with only the outputs `now` made at once, ready for a rollout; None where nothing is gained."""
+        """Return the step with only the outputs `now` made at once, ready for a rollout; None if that gains nothing."""
         key = tuple(now)
         if key not in self._halves:
             if self._draws and is_shared():
-                return None  # two halves of what draws cannot be compared with the whole here
+                return None  # beside the learner, halves of a step that draws cannot be compared with the whole step
             self._halves[key] = self._split(key)
         found = self._halves[key]
         if found is not None:
-            found.bind(*self._steady)
+            found.bind(*self._fixed_values)
         return found
 
     def _split(self, now: tuple[int, ...]) -> Halves | None:
@@ -222,8 +223,8 @@ class Captured:
             first = _needed(self._body, wanted)
             made = {id(call) for call in first}
             later = [call for call in self._body if id(call) not in made]
-            # In order; a call that must be made at once needs what it reads at once too.
-            bound = [call for call in later if not self._by_column(call)]
+            # Calls keep their order; one that must be made at once needs all it reads at once, too.
+            bound = [call for call in later if not self._works_on_columns(call)]
             if not bound:
                 break
             wanted = wanted.union(*(call.writes for call in bound))
@@ -233,7 +234,7 @@ class Captured:
         read = {at for call in later for at in call.reads} | {*asked}
         kept = sorted(at for at in read if at in self._moving and at not in after)
         said = all(type(d.value) is bool for d in self.checks)
-        if not rest or not said or sum(self._tensors[at].nbytes for at in kept) > _KEPT:
+        if not rest or not said or sum(self._tensors[at].nbytes for at in kept) > _MAX_KEPT:
             return None
         short = Shortened(first, self._tensors, {*kept, *wanted})
         checks = [*self.checks, *short.checks]
@@ -246,30 +247,30 @@ class Captured:
         columns = source.function(later, kept, [*map(Wanted, asked)])
         moves = [at in self._moving or at >= len(self._tensors) for at in asked]
         halves = Halves(step, columns, now, rest, checks, moves)
-        halves.bind(*self._steady)
+        halves.bind(*self._fixed_values)
         return halves if halves.agrees(self.run, self._probes, self.used) else None
 
-    def _by_column(self, call: Call) -> bool:
+    def _works_on_columns(self, call: Call) -> bool:
         if call.random or call.changes or any(at in self._changing for at in (*call.reads, *call.writes)):
             return False
         name = name_of(call.func)
         numbers = [a for a in (*call.args[1:], *call.kwargs.values()) if a is not None]
         if name == "argmax":
-            return bool(numbers)  # else it is that of a whole column
+            return bool(numbers)  # without `dim` it would be the argmax of a whole column
         if name in ("pow", "__pow__"):
-            return numbers == [2]  # of others the last bit is that of a vector, or of a number
-        if name in ("clamp", "clamp_min", "clamp_max"):  # of a zero bound, which zero is taken
+            return numbers == [2]  # with other exponents, vectors and single numbers differ in the last bit
+        if name in ("clamp", "clamp_min", "clamp_max"):  # with a bound of zero, 0.0 and -0.0 can be swapped
             return all(isinstance(a, (int, float)) and a != 0 for a in numbers)
         return name in _ROW_BY_ROW
 
     def agrees(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether step and replay give the same bits for `inputs`, from the same state of torch's generator.
+        """Return whether step and replay give the same bits for `inputs`, from the same state of torch's generator.
 
-        The generator is left as the step leaves it. Tensors from outside that a step may change are not touched: step
-        and replay each have copies of them, which must be the same afterwards.
+        The generator is left as the step leaves it. Outside tensors that a step may change are not touched: step and
+        replay each work on copies of them, which must be the same afterwards.
         """
         if self._draws and is_shared():
-            return True  # each would have other numbers: nothing can be told
+            return True  # each would draw other numbers: they cannot be compared
         with torch.no_grad():
             state = position()
             if self._writes:
@@ -282,7 +283,7 @@ class Captured:
                 put_back(state)
                 got = self._replayed(self.run, inputs)
                 if versions != list(map(version_of, self._outside.values())):
-                    return True  # another thread trains meanwhile: nothing can be told
+                    return True  # another thread trains meanwhile: they cannot be compared
             same = same_position(after, position()) and all(map(_same_bits, wanted, got))
             put_back(after)
         return same
@@ -296,23 +297,26 @@ class Captured:
     def _on_copies(
         self, inputs: Sequence[Tensor], state: Tensor | None
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        """What the step makes and has changed; the generator after it; what the replay makes and has changed."""
-        theirs, ours = Shadows(), Shadows()
-        stands = {at: ours.of(tensor) for at, tensor in self._outside.items()}
-        made = record(self._call, inputs, theirs)
+        """Run step and replay on copies of the outside tensors.
+
+        Returns the outputs and changed tensors of the step, the generator's position after it, and those of the replay.
+        """
+        step_copies, replay_copies = Shadows(), Shadows()
+        stands = {at: replay_copies.of(tensor) for at, tensor in self._outside.items()}
+        made = record(self._call, inputs, step_copies)
         wanted = [made.recorder.tensors[at] for at in made.outputs]
-        wanted = [theirs.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
+        wanted = [step_copies.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
         after = position()
         put_back(state)
         prepare, step = self._compiled(stands)
         values = self._replayed(step(*prepare()()[: len(self._fixed)]), inputs)
-        return [*wanted, *map(theirs.of, self._outside.values())], after, [*values, *stands.values()]
+        return [*wanted, *map(step_copies.of, self._outside.values())], after, [*values, *stands.values()]
 
 
 class Halves:
-    """A step in two: `run` makes what is needed `now`, `finish` the `rest` for a whole rollout.
+    """A step in two halves: `run` makes the outputs needed `now`, `finish` the `rest` for a whole rollout.
 
-    `run` returns the outputs `now` as arrays, then what `finish` will need of this step.
+    `run` returns the outputs `now` as arrays, then the values of this step that `finish` will need.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -327,17 +331,17 @@ class Halves:
         moves: Sequence[bool],
     ) -> None:
         self._step, self._columns, self.now, self.rest, self.checks = step, columns, now, rest, checks
-        self.moves = moves  # whether each of the rest is another at every step
+        self.moves = moves  # of each deferred output and check: whether it changes from step to step
 
     def bind(self, *steady: Any) -> None:
-        """Begin a rollout, with what follows from parameters alone."""
+        """Begin a rollout, given the values that depend on parameters alone."""
         self.run, self._later = self._step(*steady), self._columns(*steady)
 
     def finish(self, rows: Sequence[tuple[Any, ...]], *, check: bool = False) -> tuple[list[Tensor], bool]:
-        """The rest of the outputs and the checks, of all steps; what is the same at every step only once.
+        """Return the rest of the outputs and the checks, of all steps; what is the same at every step only once.
 
-        `rows` are what `run` returned. With `check`, each row is computed alone as well; the second value says whether
-        that made no difference, and if it did the first are those.
+        `rows` are what `run` returned. With `check`, each row is computed alone as well; the second value returned says
+        whether that gave the same bits, and if not, the first value holds those computed alone.
         """
         with torch.no_grad():
             stacked = [torch.stack(column) for column in list(zip(*rows))[len(self.now) :]]
@@ -363,12 +367,12 @@ class Halves:
         return [next(varied) if m else next(same) for m in moves]
 
     def agrees(self, whole: Callable[..., Any], probes: Sequence[Sequence[Tensor]], used: Sequence[int]) -> bool:
-        """Whether both halves make what the `whole` step makes, over as many rows as leave every remainder."""
+        """Return whether both halves make what the `whole` step makes, over 67 rows: no vector width divides that."""
         kept = position()
         try:
             with torch.no_grad():
                 return self._agrees(whole, probes, used)
-        except Exception:  # a value that is no array, a function that does not go over rows: all is made at each step
+        except Exception:  # such as for a value that is no array, or a function that vmap cannot map: defer nothing
             return False
         finally:
             put_back(kept)
@@ -404,16 +408,16 @@ def _noisy(value: Tensor, chance: torch.Generator) -> Tensor:
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, type and strides, without memory."""
+    """Return a tensor of the same shape, dtype and strides, without memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _kinds(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+def _layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
     return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
 def _settings() -> tuple[Any, ...]:
-    """What this thread has set that decides how torch computes, beside its arguments."""
+    """Return this thread's settings that affect how torch computes, beside the arguments of its functions."""
     return torch.get_default_dtype(), torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
 
 
@@ -430,9 +434,10 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _without_copies(
     calls: Sequence[Call], memory: dict[int, int], changed: set[int], recording: RecordedStep
 ) -> tuple[list[Call], dict[int, int]]:
-    """The calls without copies that stay what was copied, and views that are as they were; and who stands for them.
+    """Return the calls without copies that always equal the original, and without views that are the tensor itself.
 
-    `memory` is told that who stands for a copy lies elsewhere.
+    The second value has the register that replaces each removed result. Registers in the memory of a removed copy lie
+    in the original's from now on, which is written to `memory`.
     """
     recorder, end = recording.recorder, len(calls)
     last = {memory.get(at): i for i, call in enumerate(calls) for at in (*call.reads, *call.writes)}
@@ -447,7 +452,7 @@ def _without_copies(
             kept.append(call)
             continue
         given, made = memory.get(call.reads[0]), memory.get(call.writes[0])
-        until = last[made]  # nobody looks at it any more
+        until = last[made]  # the last call that reads the copy
         later = {memory.get(at) for after in calls[i + 1 : until + 1] for at in after.changes}
         if made in changed or (given in changed and (until == end or given in later)):
             kept.append(call)
@@ -460,7 +465,7 @@ def _without_copies(
 
 
 def _is_itself(call: Call, memory: Mapping[int, int], tensors: Sequence[Tensor]) -> bool:
-    """Whether a call returns the tensor it was given, in another object."""
+    """Return whether a call returns the tensor it was given, as another object."""
     if not isinstance(call.results, Register) or len(call.reads) != 1 or call.random or call.foreign or call.changes:
         return False
     (one,), (other,) = call.reads, call.writes
@@ -471,9 +476,9 @@ def _is_itself(call: Call, memory: Mapping[int, int], tensors: Sequence[Tensor])
 
 
 def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int]) -> tuple[list[Call], dict[int, int]]:
-    """The calls without those made before on the same tensors; and which register stands for the result.
+    """Return the calls without repetitions on the same tensors, and the register that replaces each removed result.
 
-    Nothing in memory that changes is the same twice, and what is returned has memory of its own.
+    Calls on memory that changes are never repetitions, and results that the step returns keep memory of their own.
     """
     names: dict[int, int] = {}
     seen: dict[Any, int] = {}
@@ -484,8 +489,8 @@ def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int
         pure = not (call.random or call.foreign or call.changes) and isinstance(call.results, Register)
         if pure and changing.isdisjoint((*call.reads, *call.writes)) and outputs.isdisjoint(call.writes):
             try:
-                first = seen.setdefault((call.func, _exactly((call.args, call.kwargs))), call.writes[0])
-            except TypeError:  # an argument that cannot be told from others
+                first = seen.setdefault((call.func, _comparable((call.args, call.kwargs))), call.writes[0])
+            except TypeError:  # an argument that cannot be hashed
                 first = call.writes[0]
             if first != call.writes[0]:
                 names[call.writes[0]] = first
@@ -494,33 +499,31 @@ def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int
     return kept, names
 
 
-def _exactly(value: Any) -> Any:
-    """Something to compare arguments by: to torch 1, 1.0 and True are different, and so are 0.0 and -0.0."""
+def _comparable(value: Any) -> Any:
+    """Return a key to compare arguments by: to torch 1, 1.0 and True are different, and so are 0.0 and -0.0."""
     if type(value) in (tuple, list):
-        return type(value), tuple(map(_exactly, value))
+        return type(value), tuple(map(_comparable, value))
     if type(value) is dict:
-        return dict, tuple((key, _exactly(one)) for key, one in value.items())
+        return dict, tuple((key, _comparable(one)) for key, one in value.items())
     if isinstance(value, slice):
-        return slice, _exactly((value.start, value.stop, value.step))
+        return slice, _comparable((value.start, value.stop, value.step))
     return type(value), repr(value) if type(value) is float else value
 
 
 def _renamed(call: Call, names: Mapping[int, int]) -> Call:
-    def new(value: Any) -> Any:
-        if isinstance(value, Register):
-            return Register(names.get(value.at, value.at))
-        if type(value) in (tuple, list):
-            return type(value)(map(new, value))
-        return slice(new(value.start), new(value.stop), new(value.step)) if isinstance(value, slice) else value
-
+    """Return a call that reads the registers that `names` has in place of others."""
     if not names.keys() & {*call.reads}:
         return call
+
+    def new(value: Any) -> Any:
+        return Register(names.get(value.at, value.at)) if isinstance(value, Register) else value
+
     reads = tuple(names.get(at, at) for at in call.reads)
-    return call._replace(args=new(call.args), kwargs={k: new(v) for k, v in call.kwargs.items()}, reads=reads)
+    return call._replace(args=mapped(call.args, new), kwargs=mapped(call.kwargs, new), reads=reads)
 
 
-def _in_plain_form(call: Call, tensors: Sequence[Tensor]) -> Call:
-    """The same call in the form others know: without a tensor of which only the shape is asked, which never changes."""
+def _standard_form(call: Call, tensors: Sequence[Tensor]) -> Call:
+    """Return the same call in a standard form, without tensors of which only the shape matters, as it never changes."""
     named = ("condition", "input", "other")
     if call.func is F.softmax and len(call.args) == 1 and call.kwargs.get("dtype") is None:
         return call._replace(func=torch.softmax, kwargs={"dim": call.kwargs["dim"]})
@@ -541,7 +544,7 @@ def _written(calls: Sequence[Call]) -> set[int]:
 
 
 def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
-    """Those of `calls` that have an effect on the registers `wanted`, or on the generator."""
+    """Return those of `calls` that affect the registers `wanted`, change a tensor in place, or move the generator."""
     kept = []
     for call in reversed(calls):
         if call.random or call.changes or wanted.intersection(call.writes):

@@ -1,1 +1,1 @@
-"""Rollouts whose rows stay on a GPU, and CUDA graphs of policies and whole rollouts."""
+"""Keep the rows of rollouts on a GPU, and record policies and whole rollouts as CUDA graphs."""

@@ -1,10 +1,11 @@
-"""A policy on a GPU for lanes on the host: its forward and sampling as one CUDA graph, rows pinned.
+"""CudaGraphPolicy: run a GPU policy for lanes on the host as one CUDA graph, with rows in pinned memory.
 
     row ──► static input ──► replay ──► static output ──► pinned memory ──► row         one wait per step
 
-Rows are pinned once with their slot (`pinned`), so copies need no staging. The first step is made as it is; the second
-is recorded, replayed and compared with the same step made as it is. A policy whose tensors move is recorded anew. Rows
-of another width (core/policies/buckets.py) are a recording of their own, on the same memory.
+The graph holds forward and sampling. Rows are pinned once with their slot (`pinned`), so copies need no staging. The
+first step runs without a graph; the second is recorded, replayed and compared with the same step without a graph. A
+policy whose tensors move is recorded again. Rows of another width (core/policies/buckets.py) have a recording of their
+own, on the same memory.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from reap.errors import UsageError
 from reap.spec import Key, Leaf
 
 
-class Width:
-    """Memory for rows of one width: what a replay reads, where it leaves its outputs, and where the host finds them."""
+class Buffers:
+    """Memory for rows of one width: a replay's inputs and outputs on the GPU, and the outputs' copies on the host."""
 
     recording: CudaGraphRollout
 
     def __init__(self, inputs: list[Tensor], static: list[Tensor], host: list[Tensor]) -> None:
         self.inputs, self.static, self.host = inputs, static, host
-        self.shown = tuple(t.numpy() for t in host)
+        self.host_arrays = tuple(t.numpy() for t in host)
 
-    def cut(self, size: int) -> Width:
-        """The first `size` positions of it."""
-        return Width([t[:size] for t in self.inputs], [t[:size] for t in self.static], [t[:size] for t in self.host])
+    def cut(self, size: int) -> Buffers:
+        """Return the first `size` positions of this memory."""
+        return Buffers([t[:size] for t in self.inputs], [t[:size] for t in self.static], [t[:size] for t in self.host])
 
 
 class CudaGraphPolicy(SubstitutePolicy):
@@ -53,8 +54,8 @@ class CudaGraphPolicy(SubstitutePolicy):
         super().__init__(policy, policy.inputs, device)
         self.outputs = policy.outputs
         self._owners = [model] if isinstance(model, nn.Module) else []
-        self._widths: dict[torch.Size, Width] = {}
-        self._room: Width | None = None
+        self._widths: dict[torch.Size, Buffers] = {}
+        self._widest: Buffers | None = None
 
     @property
     def written(self) -> Sequence[Key]:
@@ -64,51 +65,52 @@ class CudaGraphPolicy(SubstitutePolicy):
         self._plain.begin(slot)
         if self._plain.remembers:
             raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
-        if self._room is None:
-            self._room = self._lay_out(slot)
-        for width in self._widths.values():
-            width.recording.look_again()
+        if self._widest is None:
+            self._widest = self._allocate(slot)
+        for buffers in self._widths.values():
+            buffers.recording.look_again()
 
-    def _lay_out(self, slot: Slot) -> Width:
-        """Memory that keeps its address, for rows of any width."""
+    def _allocate(self, slot: Slot) -> Buffers:
+        """Allocate memory that keeps its address, for rows of the full width and, cut, of any other."""
         columns: dict[Key, Leaf] = slot.layout.columns
         lanes = slot.layout.dims
 
         def room(keys: Sequence[Key], **where: Any) -> list[Tensor]:
             return [torch.zeros(*lanes, *columns[k].shape, dtype=columns[k].dtype, **where) for k in keys]
 
-        return Width(
+        return Buffers(
             room(self.inputs, device=self.device),
             room(self.written, device=self.device),
             room(self.written, pin_memory=self.device is not None and self.device.type == "cuda"),
         )
 
-    def _width_of(self, row: Row) -> Width:
-        """The memory for rows as wide as this one, and what is recorded on it."""
-        assert self._room is not None
+    def _buffers_for(self, row: Row) -> Buffers:
+        """Return the memory for rows as wide as this one, with its recording."""
+        assert self._widest is not None
         shape = row.outputs[0].shape
-        width = self._widths.get(shape)
-        if width is None:
-            whole = shape == self._room.static[0].shape
-            width = self._widths[shape] = self._room if whole else self._room.cut(shape[0])
-            width.recording = CudaGraphRollout(functools.partial(self._step, width), width.static, [], self._owners)
-        return width
+        buffers = self._widths.get(shape)
+        if buffers is None:
+            whole = shape == self._widest.static[0].shape
+            buffers = self._widths[shape] = self._widest if whole else self._widest.cut(shape[0])
+            step = functools.partial(self._step, buffers)
+            buffers.recording = CudaGraphRollout(step, buffers.static, [], self._owners)
+        return buffers
 
-    def _step(self, width: Width) -> None:
-        for static, value in zip(width.static, self._plain.forward(tuple(width.inputs))):
+    def _step(self, buffers: Buffers) -> None:
+        for static, value in zip(buffers.static, self._plain.forward(tuple(buffers.inputs))):
             if value.shape != static.shape or value.dtype != static.dtype:
                 raise UsageError(f"the policy's output changed: {static.dtype}{list(static.shape)} before")
             static.copy_(value)
 
     def act(self, row: Row) -> None:
-        width = self._width_of(row)
-        for mine, given in zip(width.inputs, row.inputs):
-            mine.copy_(given, non_blocking=True)
-        width.recording.play()
-        for host, static in zip(width.host, width.static):
+        buffers = self._buffers_for(row)
+        for own_input, given in zip(buffers.inputs, row.inputs):
+            own_input.copy_(given, non_blocking=True)
+        buffers.recording.play()
+        for host, static in zip(buffers.host, buffers.static):
             host.copy_(static, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
-        for column, value in zip(row.outputs, width.shown):
+        for column, value in zip(row.outputs, buffers.host_arrays):
             column[...] = value
 
     def end(self, slot: Slot, steps: int) -> None:
@@ -116,7 +118,7 @@ class CudaGraphPolicy(SubstitutePolicy):
 
 
 def recorded(policy: Policy, model: Any, device: torch.device | None) -> CudaGraphPolicy:
-    """`policy`, replayed; or why it cannot be."""
+    """Return `policy` replayed as a CUDA graph, or raise a UsageError that says why it cannot be recorded."""
     if isinstance(policy, TensorPolicy):
         return CudaGraphPolicy(policy, model, device or torch.device("cpu"))
     if isinstance(policy, RandomActions):
@@ -128,7 +130,7 @@ def recorded(policy: Policy, model: Any, device: torch.device | None) -> CudaGra
 
 
 def pinned(make: Callable[[Layout, int], Slot], device: torch.device | None) -> Callable[[Layout, int], Slot]:
-    """Slots whose memory a policy on `device` reads and writes without a copy between, shared memory included."""
+    """Return a factory of slots, also in shared memory, that a policy on `device` accesses without staging copies."""
 
     def made(layout: Layout, index: int) -> Slot:
         slot = make(layout, index)
@@ -139,12 +141,12 @@ def pinned(make: Callable[[Layout, int], Slot], device: torch.device | None) -> 
 
 
 def pin(block: np.ndarray[Any, Any], device: torch.device | None) -> None:
-    """Memory a policy on `device` will read, registered with that GPU in this process as long as somebody looks at it.
+    """Register memory that a policy on `device` will read with that GPU, in this process, until `block` is freed.
 
-    Others who map it notice nothing; a process whose policy is on the CPU never gets here, and has no CUDA context.
+    Other processes that map it are not affected. Without a CUDA `device` this does nothing and makes no CUDA context.
     """
     if device is None or device.type != "cuda" or not block.nbytes:
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) == 0:  # else it is as it was, only slower
+    if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) == 0:  # else it is not pinned: only slower
         weakref.finalize(block, runtime.cudaHostUnregister, block.ctypes.data).atexit = False

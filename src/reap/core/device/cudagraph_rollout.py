@@ -1,12 +1,12 @@
-"""CudaGraphRollout: a whole rollout as one CUDA graph, `T` steps of env and policy in one replay.
+"""CudaGraphRollout: run a whole rollout as one CUDA graph, `T` steps of env and policy in one replay.
 
-    first rollout     as it is: whatever is allocated or compiled at first use, is then
-    second            recorded; replayed; the clock turned back; made once more as it is; the two compared, bit by bit
+    first rollout     runs without a graph, which allocates and compiles whatever is made at first use
+    second            recorded; replayed; all state restored; run without a graph; the two compared, bit by bit
     from then on      one replay
 
-State that a graph carries from replay to replay lies in tensors that keep their address. An env that puts a new tensor
-in an attribute's place is helped: at the end of the recording the new value is copied to where the old one was. State
-elsewhere (Python numbers, tensors in closures) a graph cannot see: then the comparison fails, and says so.
+State that a graph carries from replay to replay lies in tensors that keep their address. If an env assigns a new tensor
+to an attribute, the end of the recording copies the new value to the old tensor's address. A graph cannot see state
+elsewhere (Python numbers, tensors in closures): then the comparison fails, and the error says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reap.errors import ReapError, SpecMismatch, UsageError
 class CudaGraphRollout:
     """Replays `fill`, a function without arguments that writes `columns` and changes `state`.
 
-    `owners` are the objects whose tensor attributes are state too, env and policy.
+    `owners` are the objects whose tensor attributes are state too: env and policy.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CudaGraphRollout:
         self._warm = False
 
     def look_again(self) -> None:
-        """Somebody may have moved what the graph reads: if so, the next rollout is recorded anew."""
+        """Have the next rollout recorded again if tensors that the graph reads have moved."""
         if self._graph is not None and self._seen != self._addresses():
             self._graph = None
 
@@ -50,7 +50,7 @@ class CudaGraphRollout:
             self._fill()
             self._warm = True
             return
-        with torch.cuda.device(self._columns[0].device):  # the program's own may be another
+        with torch.cuda.device(self._columns[0].device):  # the current device may be another one
             self._record()
 
     def _addresses(self) -> tuple[int, ...]:
@@ -63,13 +63,13 @@ class CudaGraphRollout:
             graph.register_generator_state(generator)
         kept = list(_tensors(self._owners))
         try:
-            with _unchecked(), torch.cuda.graph(graph):
+            with _no_argument_checks(), torch.cuda.graph(graph):
                 self._fill()
-                _settle(kept)
+                _copy_back(kept)
         except Exception as cause:
             torch.cuda.synchronize()
-            _free_generators(_generators(self._owners))
-            first = cause.__context__ if isinstance(cause.__context__, ReapError) else cause  # before it was broken off
+            _reset_generators(_generators(self._owners))
+            first = cause.__context__ if isinstance(cause.__context__, ReapError) else cause  # the error behind it
             why = (str(first) or repr(first)).split("\\n")[0].splitlines()[0]
             raise UsageError(
                 f"cudagraph_policy: it cannot be recorded, {why}; env and policy must not ask the device anything "
@@ -77,14 +77,14 @@ class CudaGraphRollout:
             ) from cause
         finally:
             for owner, name, old in kept:
-                _put(owner, name, old)
+                _set_tensor(owner, name, old)
         graph.replay()
         replayed = [t.clone() for t in (*self._columns, *self._state)]
-        self._turn_back(before)
-        self._fill()  # made once more as it is: this one is delivered
-        _settle(kept)
-        for mine, other in zip((*self._columns, *self._state), replayed):
-            if not torch.equal(_plain(mine), _plain(other)):
+        self._restore(before)
+        self._fill()  # run once more without the graph: this rollout is delivered
+        _copy_back(kept)
+        for eager, replayed_value in zip((*self._columns, *self._state), replayed):
+            if not torch.equal(_without_nan(eager), _without_nan(replayed_value)):
                 raise SpecMismatch(
                     "cudagraph_policy: a recorded rollout differs from the same one made step by step; env or policy "
                     "keep state a graph cannot see (Python numbers, tensors that are no attributes); leave it out"
@@ -95,7 +95,7 @@ class CudaGraphRollout:
         tensors = [(t, t.clone()) for t in self._state] + [(t, t.clone()) for _, _, t in _tensors(self._owners)]
         return tensors, torch.cuda.get_rng_state(), [(g, g.get_state()) for g in _generators(self._owners)]
 
-    def _turn_back(self, snapshot: Any) -> None:
+    def _restore(self, snapshot: Any) -> None:
         tensors, default, generators = snapshot
         for tensor, value in tensors:
             if not isinstance(tensor, nn.Parameter):
@@ -105,28 +105,28 @@ class CudaGraphRollout:
             generator.set_state(state)
 
 
-def _settle(kept: Sequence[tuple[Any, Any, Tensor]]) -> None:
-    """New tensors that took an old one's place: their values go to where the old one is, and it comes back."""
+def _copy_back(kept: Sequence[tuple[Any, Any, Tensor]]) -> None:
+    """Copy each new tensor that replaced one of `kept` into the old tensor, and put the old tensor back."""
     for owner, name, old in kept:
         new = owner[name] if isinstance(owner, dict) else getattr(owner, name)
         if new is not old:
             old.copy_(new)
-            _put(owner, name, old)
+            _set_tensor(owner, name, old)
 
 
-def _put(owner: Any, name: Any, tensor: Tensor) -> None:
+def _set_tensor(owner: Any, name: Any, tensor: Tensor) -> None:
     if isinstance(owner, dict):
         owner[name] = tensor
     else:
         setattr(owner, name, tensor)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _without_nan(tensor: Tensor) -> Tensor:
     return tensor.nan_to_num() if tensor.is_floating_point() else tensor
 
 
 def _tensors(owners: Sequence[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Every tensor an owner holds: (who holds it, under which name, itself). Modules by their parts."""
+    """Yield every CUDA tensor an owner holds as (holder, name, tensor); a module's parts are holders of their own."""
     for owner in owners:
         if isinstance(owner, nn.Module):
             for part in owner.modules():
@@ -152,20 +152,20 @@ def _generators(owners: Sequence[Any]) -> list[torch.Generator]:
     ]
 
 
-def _free_generators(own: Sequence[torch.Generator]) -> None:
-    """A recording that was broken off leaves its generators waiting for the rest of it: give them a fresh state."""
+def _reset_generators(own: Sequence[torch.Generator]) -> None:
+    """Give generators a fresh state: a recording that failed leaves them waiting for the rest of it."""
     for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *own):
         generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextlib.contextmanager
-def _unchecked() -> Iterator[None]:
-    """Distributions check their arguments on the host, which a recording cannot; the rollout before it did."""
+def _no_argument_checks() -> Iterator[None]:
+    """Turn off the argument checks of distributions, which read the device; the rollout before made them."""
     from torch.distributions import Distribution, Normal
 
     before, wrong = False, torch.full((), -1.0, device="cpu")
     try:
-        Normal(wrong, wrong)  # torch has no public word for whether they check
+        Normal(wrong, wrong)  # torch has no public way to ask for the current setting
     except ValueError:
         before = True
     Distribution.set_default_validate_args(False)

@@ -1,4 +1,4 @@
-"""DeviceEnv: an env whose rows are tensors on a device, and one around another."""
+"""DeviceEnv: an env whose rows are tensors on a device, and the base of wrappers around one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from reap.spec import EnvSpec, Key, Leaf
 
 
 class DeviceEnv(Env):
-    """Lanes whose rows are tensors on `device`. They never say on the host which of them ended: `step` returns none,
-    and `after_step` begins new episodes where `row.done` says so, and writes what every lane sees next.
+    """An env whose rows are tensors on `device`. The host never learns which lanes ended: `step` returns none, and
+    `after_step` begins new episodes in the lanes where `row.done` is set, and writes what every lane sees next.
     """
 
     has_after_step = writes_after = True
-    behind: Env  # whose lanes they are
+    behind: Env  # the env that owns the lanes
     device: torch.device
     holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state
 
@@ -43,9 +43,9 @@ class DeviceEnv(Env):
 
 
 class WrappedOnDevice(DeviceEnv):
-    """An env on a device around another, as `Wrapped` is elsewhere."""
+    """An env on a device that wraps another, the counterpart of `Wrapped`."""
 
     def __init__(self, env: DeviceEnv, spec: EnvSpec) -> None:
         self._env = self.behind = env
         self.spec, self.device, self.holders, self.pending_seeds = spec, env.device, env.holders, env.pending_seeds
-        self._own = len(env.spec.observation)  # leaves of the env itself; what is added follows them in a row
+        self._own = len(env.spec.observation)  # leaves of the env itself; added leaves follow them in a row

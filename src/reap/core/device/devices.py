@@ -1,4 +1,4 @@
-"""Devices: a device by its name; a plain error if it is none, or not on this machine."""
+"""Devices: find a device by its name; raise a plain error if there is none of that name on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reap.errors import WrongArgument
 
 
 def named_device(name: str, value: Any) -> torch.device | None:
-    """The device the argument `name` says; None if it says nothing."""
+    """Return the device that the argument called `name` has as its value; None for None."""
     if value is None:
         return None
     try:

@@ -1,9 +1,9 @@
-"""DeviceRecurrentState: a recurrent policy's carry as columns on the device its lanes live on.
+"""DeviceRecurrentState: store a recurrent policy's carry as columns on the device its lanes live on.
 
     row t      hidden, is_init ──► policy ──► ("next", hidden)
-    row t+1    where(done, first carry, ("next", hidden)), is_init = done         nothing is asked of the device
+    row t+1    where(done, first carry, ("next", hidden)), is_init = done         the host never waits for the device
 
-The columns are those of the host's `RecurrentState`, value by value.
+The columns have the same values as those of the host's `RecurrentState`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reap.spec import Key
 
 
 class DeviceRecurrentState(WrappedOnDevice):
-    """Adds `is_init` and the carry to the observations of lanes on a device: the carry is what they see next."""
+    """Adds `is_init` and the carry to the observations of lanes on a device."""
 
     def __init__(self, env: DeviceEnv, carry: Mapping[Key, Tensor]) -> None:
         super().__init__(env, with_carry(env.spec, carry))

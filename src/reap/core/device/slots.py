@@ -1,10 +1,10 @@
-"""Lanes that live on a device: the same loop on rows of tensors. Nothing is asked of the device before a batch is made.
+"""Slots, ids and statistics on a device. The loop is the same; nothing is read from the device before a batch is made.
 
-    DeviceSlot     columns `[T, N, …]` as tensors there; on a GPU a batch is lent as on the host, elsewhere it is copied
-    DeviceLedger   trajectory ids, worked out there
-    DeviceStats    returns and lengths, summed there; looked at only when somebody asks
+    DeviceSlot     columns `[T, N, …]` as tensors; on a GPU a batch is lent as on the host, elsewhere it is copied
+    DeviceLedger   trajectory ids, computed on the device
+    DeviceStats    returns and lengths, summed on the device; read only on request
 
-The numbers are those of the host's `Ledger`, id by id.
+The ids are the same as those of the host's `Ledger`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DeviceSlot(Slot):
             key: torch.zeros(*size, *leaf.shape, dtype=leaf.dtype, device=layout.device)
             for key, leaf in layout.columns.items()
         }
-        # The root's flags side by side, to be cleared at once. A step of lanes here writes all of its own.
+        # The root's flags lie side by side, to be cleared by one call. Those in `next` need none: each step writes all.
         self._root = torch.zeros(len(FLAGS), *size, 1, dtype=torch.bool, device=layout.device)
         columns.update({(flag,): self._root[at] for at, flag in enumerate(FLAGS)})
         super().__init__(layout, index, columns)
@@ -76,11 +76,11 @@ class DeviceSlot(Slot):
 
 
 class Lent:
-    """A column on a GPU as foreign memory: torch keeps this object while any tensor looks at it, and no longer."""
+    """A column on a GPU as foreign memory: torch keeps this object just as long as any tensor views the column."""
 
     def __init__(self, column: Tensor) -> None:
         self._dtype = column.dtype
-        self._column = column.view(torch.int16) if column.dtype is torch.bfloat16 else column  # the protocol lacks it
+        self._column = column.view(torch.int16) if column.dtype is torch.bfloat16 else column  # not in the protocol
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -93,9 +93,9 @@ class Lent:
 
 
 class DeviceStats:
-    """Counts of one worker; what only the device knows is fetched when `summary` asks.
+    """The counts of one worker; `summary` and `state` read those that are on the device.
 
-    `one_by_one`: the host's, of every episode, where that is asked for.
+    `one_by_one` is a host `Stats` that counts every episode, if the plan tracks episodes.
     """
 
     def __init__(self, lanes: int, device: torch.device, one_by_one: Stats | None = None) -> None:
@@ -103,7 +103,7 @@ class DeviceStats:
         self.loaded_seconds = 0.0
         self.frames = self.rollouts = 0
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # of one rollout: return, length, ends, NaNs
-        self._in_all = torch.zeros_like(self._sums)
+        self._totals = torch.zeros_like(self._sums)
         self._recent: deque[Tensor] = deque(maxlen=RECENT)
         self._return = torch.zeros(lanes, dtype=torch.float64, device=device)
         self._length = torch.zeros(lanes, dtype=torch.int64, device=device)
@@ -116,25 +116,25 @@ class DeviceStats:
             self.one_by_one.begin(version)
 
     def end(self, frames: int) -> None:
-        """A rollout of so many frames is full, and `rollout` has summed it."""
+        """Count a full rollout of so many frames, which `rollout` has summed."""
         self._clock.stop()
         self.frames, self.rollouts = self.frames + frames, self.rollouts + 1
-        self._in_all += self._sums
+        self._totals += self._sums
         self._recent.append(self._sums.clone())
 
     def forget(self, mask: Tensor) -> None:
-        """Episodes cut short by a reset are not counted."""
+        """Drop what is summed of open episodes in these lanes: episodes cut short by a reset are not counted."""
         self._return.masked_fill_(mask, 0)
         self._length.masked_fill_(mask, 0)
         if self.one_by_one is not None:
             self.one_by_one.forget(mask.cpu().nonzero()[:, 0].tolist())
 
     def ended_since(self) -> Episodes:
-        """The episodes that ended since this was asked before; none where nobody looks at them one by one."""
+        """Return the episodes that ended since the last call; none if episodes are not tracked one by one."""
         return NO_EPISODES if self.one_by_one is None else self.one_by_one.ended_since()
 
     def rollout(self, reward: Tensor, frames: Tensor, ends: Tensor) -> None:
-        """Sum the rewards `[T, N]` of one rollout with so many `ends`.
+        """Sum the rewards `[T, N]` of one rollout in which so many episodes ended.
 
         The first `frames` of each lane belong to episodes that ended, the others to one that goes on.
         """
@@ -143,7 +143,7 @@ class DeviceStats:
         ended = frames > 0
         place = torch.arange(steps, device=reward.device)[:, None]
         inside = _sum(torch.where(place < frames, number, 0.0))
-        torch.sum(torch.where(ended, inside + self._return, 0.0), 0, out=self._sums[0])  # of float64
+        torch.sum(torch.where(ended, inside + self._return, 0.0), 0, out=self._sums[0])  # in float64
         torch.sum(torch.where(ended, frames + self._length, 0), 0, dtype=torch.float64, out=self._sums[1])
         self._sums[2] = ends
         self._sums[3] = reward.isnan().to(torch.bfloat16).sum(dtype=torch.float32)
@@ -151,8 +151,8 @@ class DeviceStats:
         torch.add(steps - frames, self._length.masked_fill(ended, 0), out=self._length)
 
     def summary(self) -> dict[str, Any]:
-        """The counts; means over the last rollouts that hold a hundred episodes (None before the first one ends)."""
-        _, _, episodes, nans = self._in_all.tolist()
+        """Return the counts; means are over the last rollouts that hold a hundred episodes (None if none has ended)."""
+        _, _, episodes, nans = self._totals.tolist()
         returns = lengths = ends = 0.0
         for sums in reversed(self._recent):
             r, n, e, _ = sums.tolist()
@@ -167,27 +167,27 @@ class DeviceStats:
             "nan_rewards": int(nans),
             "collect_seconds": seconds,
             "frames_per_second": self.frames / seconds if seconds else 0.0,
-            "env_seconds": None,  # a device is given the work of both, and does it later
+            "env_seconds": None,  # the device does the work of both later: not told apart
             "policy_seconds": None,
             "transport_seconds": 0.0,
             "wait_seconds": 0.0,
         }
 
     def state(self) -> dict[str, Any]:
-        """Everything that is counted, to count on from elsewhere."""
+        """Return everything that is counted, so that another worker can continue from it."""
         opened = {"open_return": self._return.cpu(), "open_length": self._length.cpu()}
-        sums = {"sums": self._in_all.cpu(), "recent": [one.cpu() for one in self._recent]}
+        sums = {"sums": self._totals.cpu(), "recent": [one.cpu() for one in self._recent]}
         each = {} if self.one_by_one is None else {"one_by_one": self.one_by_one.state()}
         counts = {"frames": self.frames, "rollouts": self.rollouts, "seconds": self._clock.seconds()}
         return {**counts, **sums, **opened, **each}
 
     def load(self, state: Mapping[str, Any], *, opened: bool) -> None:
-        """Count on from there; `opened`: the episodes that were open go on too."""
+        """Continue counting from `state`; with `opened`, the episodes that were open go on too."""
         self.frames, self.rollouts = state["frames"], state["rollouts"]
         self._clock.go_on_at(state["seconds"])
         self.loaded_seconds = state["seconds"]
-        self._in_all.copy_(state["sums"])
-        self._recent = deque([one.to(self._in_all.device) for one in state["recent"]], maxlen=RECENT)
+        self._totals.copy_(state["sums"])
+        self._recent = deque([one.to(self._totals.device) for one in state["recent"]], maxlen=RECENT)
         if self.one_by_one is not None and "one_by_one" in state:
             self.one_by_one.load(state["one_by_one"], opened=opened)
         if opened:
@@ -196,12 +196,12 @@ class DeviceStats:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What changes from rollout to rollout."""
+        """The tensors that change from rollout to rollout."""
         return [self._return, self._length]
 
 
 class _Clock:
-    """Seconds between `start` and `stop`, as the device sees them; nobody waits for it before `seconds`."""
+    """Sums the seconds between `start` and `stop` as the device measures them; only `seconds` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._device = device.type == "cuda", device
@@ -242,37 +242,37 @@ def _event(device: torch.device) -> Any:
 
 
 def _sum(numbers: Tensor) -> Tensor:
-    """Sums over the steps of a rollout, in a precision for which torch makes no copy of all the numbers first."""
+    """Sum over the steps of a rollout, in a precision for which torch makes no copy of all the numbers first."""
     return numbers.sum(0, dtype=torch.float32 if numbers.dtype in (torch.float16, torch.bfloat16) else None)
 
 
-def _narrow(largest: int) -> torch.dtype:
-    """The narrowest type that counts so far: a rollout of a million lanes is read and written many times."""
+def _counting_dtype(largest: int) -> torch.dtype:
+    """Return the narrowest dtype that counts to `largest`: a million lanes' counts are read and written many times."""
     return torch.int16 if largest < 2**15 else torch.int32 if largest < 2**31 else torch.int64
 
 
 class DeviceCounter:
-    """The number of the next trajectory, on a device."""
+    """The id of the next trajectory, on a device."""
 
     def __init__(self, first: int, device: torch.device) -> None:
         self.tensor = torch.tensor(first, dtype=torch.int64, device=device)
 
     @property
     def next(self) -> int:
-        """The next id that is free; reading it waits for the device."""
+        """The next free id; reading it waits for the device."""
         return int(self.tensor)
 
     def go_on_at(self, first: int) -> None:
-        """Go on at `first`."""
+        """Continue at `first`."""
         self.tensor.fill_(first)
 
     def skip_to(self, first: int) -> None:
-        """Go on at or above `first`."""
+        """Continue at `first`, or above if the ids are there already."""
         self.tensor.clamp_(min=first)
 
 
 class DeviceLedger:
-    """Ids and counts of one env's lanes, from rollout to rollout."""
+    """Keeps trajectory ids and counts of one env's lanes from rollout to rollout."""
 
     def __init__(self, spec: EnvSpec, device: torch.device, stats: DeviceStats) -> None:
         self.stats = stats
@@ -281,7 +281,7 @@ class DeviceLedger:
         self.counter = DeviceCounter(spec.lanes, device)
 
     def reset(self, lanes: Sequence[int], *, fresh_ids: bool = True) -> None:
-        """These lanes began anew, at the border between two rollouts."""
+        """Note that these lanes were reset between two rollouts."""
         chosen = torch.as_tensor(list(lanes), device=self.ids.device)
         mask = torch.zeros(len(self.ids), dtype=torch.bool, device=self.ids.device)
         mask[chosen] = True
@@ -291,16 +291,16 @@ class DeviceLedger:
         self.stats.forget(mask)
 
     def close(self, slot: Slot) -> None:
-        """A rollout is over: its ids and its sums.
+        """Write the trajectory ids of a rollout that is over, and sum its rewards.
 
-        Written for few passes over `[T, N]` and few kernels: with a million lanes the first are what it costs, with
-        a few thousand the second.
+        It makes few passes over `[T, N]` and launches few kernels: with a million lanes the passes take the time, with
+        a few thousand the launches.
         """
         columns: Mapping[Key, Any] = slot.arrays
         done, reward = columns[("next", "done")][..., 0], columns[self._reward]
-        # How many episodes have ended, in order of time and lane: the names of those that follow. Later ids are larger
-        # ids, so a lane has the largest of those given to it so far, and the place of the last one is its last end.
-        new = done.reshape(-1).cumsum(0, dtype=_narrow(done.numel())).reshape(done.shape)
+        # Number the ends in order of time and lane; these numbers become the ids of the episodes that follow. Later ids
+        # are larger, so a lane's current id is the maximum given to it so far, and that maximum's step is its last end.
+        new = done.reshape(-1).cumsum(0, dtype=_counting_dtype(done.numel())).reshape(done.shape)
         ends = new[-1, -1].clone()
         given, place = torch.where(done, new, 0).cummax(0)
         frames = torch.where(given[-1] > 0, place[-1] + 1, 0)
@@ -311,14 +311,14 @@ class DeviceLedger:
         if TRAJ_IDS not in columns:
             return
         ids, named = columns[TRAJ_IDS], given > 0
-        given = given + (self.counter.tensor.reshape(1) - 1)  # in one dimension, else the sum is as narrow as `given`
+        given = given + (self.counter.tensor.reshape(1) - 1)  # a 1-D tensor, else the sum is as narrow as `given`
         ids[0] = self.ids
         torch.where(named[:-1], given[:-1], self.ids, out=ids[1:])
         torch.where(named[-1], given[-1], self.ids, out=self.ids)
         self.counter.tensor += ends
 
     def stamp(self, slot: Slot, version: int | None) -> None:
-        """Every frame was made by this version; None: the policy has written whose it is."""
+        """Write the policy version that made the frames; None: the policy has written the versions itself."""
         columns: Mapping[Key, Any] = slot.arrays
         if version is None:
             if ("next", *VERSION) in columns:
@@ -329,7 +329,7 @@ class DeviceLedger:
                 slot.arrays[key].fill_(version)  # type: ignore[attr-defined]
 
     def account(self, slot: Slot, episodes: Stats) -> None:
-        """Every episode of a rollout that is over, found on the host: rewards and flags are copied there, each time."""
+        """Count each episode that ended in a rollout on the host, which copies its rewards and flags every time."""
         columns: Mapping[Key, Any] = slot.arrays
         done, reward = columns[("next", "done")][..., 0], columns[self._reward]
         number = reward.reshape(*done.shape, -1).to("cpu", torch.float64).mean(-1).numpy()
@@ -345,5 +345,5 @@ class DeviceLedger:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What changes from rollout to rollout."""
+        """The tensors that change from rollout to rollout."""
         return [self.ids, self.counter.tensor, *self.stats.tensors]

@@ -1,7 +1,7 @@
 """DeviceWorker: a worker whose lanes, policy and slot are on one device. The loop is the same.
 
-fill ─► RolloutLoop.fill (rows are tensors, lanes are reset where they ended by the env's own `after_step`) ─► ids, sums
-        └──── with `record`: all of it in one replay of a CUDA graph, see cudagraph_rollout.py
+fill ─► RolloutLoop.fill (rows are tensors, lanes that ended are reset by the env's own `after_step`) ─► ids, sums
+        └──── with `plan.cuda_graphs`: all of it in one replay of a CUDA graph, see cudagraph_rollout.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from reap.spec import BatchShape, Key
 
 
 def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) -> DeviceWorker | None:
-    """A worker on the device `env` lives on, if everything this plan asks for can be done there."""
+    """Return a worker on the device `env` lives on, or None if something this plan asks for cannot be done there."""
     there = env.on_device()
     if there is None or plan.deterministic or plan.compact or plan.stop is not None or not plan.reset_when_done:
         return None
@@ -52,7 +52,7 @@ def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) 
 
 
 class _NeedsHost(Exception):
-    """The policy reads what it wrote at the step before, and would have to hear on the host where episodes end."""
+    """The policy reads what it wrote at the step before, so the host would have to tell it which lanes ended."""
 
 
 class DeviceWorker(AnyWorker):
@@ -79,8 +79,8 @@ class DeviceWorker(AnyWorker):
         self.policy = self._policy(current)
         env.expect({key: self.policy.outputs[key] for key in spec.action})
         first = {key: value.to(self.device) for key, value in carry.items()}
-        self.random = _Stepping(RandomActions(spec.action, self.policy.outputs, first, masks=action_masks(spec)))
-        self.loop = RolloutLoop(env, _Stepping(self.policy), current=current, exploration=plan.exploration)
+        self.random = _WithoutEnd(RandomActions(spec.action, self.policy.outputs, first, masks=action_masks(spec)))
+        self.loop = RolloutLoop(env, _WithoutEnd(self.policy), current=current, exploration=plan.exploration)
         columns = columns_of(
             spec,
             self.policy,
@@ -94,7 +94,7 @@ class DeviceWorker(AnyWorker):
         )
         lent = 2 if self.device.type == "cuda" and not same_slot else 0  # elsewhere a batch is a copy
         self.pool = Pool(self.layout, limit=lent, make=DeviceSlot)  # type: ignore[arg-type]
-        self._recordings: dict[int, CudaGraphRollout] = {}  # by slot: each writes to its own
+        self._recordings: dict[int, CudaGraphRollout] = {}  # by slot index: each writes to its own slot
 
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
@@ -113,7 +113,7 @@ class DeviceWorker(AnyWorker):
         return policy
 
     def fill(self, slot: Slot, *, random: bool = False) -> int:
-        """One rollout into `slot`; returns the frames made."""
+        """Fill `slot` with one rollout; return the number of its frames."""
         self._before_rollout()
         self.stats.begin(self.version)
         policy = self.random.policy if random else self.policy
@@ -154,9 +154,9 @@ class DeviceWorker(AnyWorker):
 
 
 def _reads_its_outputs(policy: TensorDictPolicy, model: Any, columns: Mapping[Key, Any], plan: Plan) -> bool:
-    """Whether what a policy of TensorDicts wrote at one step changes what it writes at the next one.
+    """Return whether what a policy of TensorDicts wrote at one step changes what it writes at the next one.
 
-    It is tried: without any, with what it wrote, and with something else in its place, from the same random state.
+    It is tried without any such values, with those it wrote, and with others, from the same random state.
     """
     inputs = tuple([columns[key].clone() for key in policy.inputs])
 
@@ -175,8 +175,8 @@ def _reads_its_outputs(policy: TensorDictPolicy, model: Any, columns: Mapping[Ke
     )
 
 
-class _Stepping(Policy):
-    """A policy within a rollout: `end` asks the device, so it waits until the rollout is made."""
+class _WithoutEnd(Policy):
+    """A policy as the loop calls it: without `end`, which waits for the device and is called after the rollout."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

@@ -1,11 +1,11 @@
-"""as_policy: which kind of Policy a user's policy becomes, decided once.
+"""as_policy: decide once which kind of Policy a user's policy becomes.
 
     policy ──► random actions │ a flat program │ a TensorDictModule │ a callable on TensorDicts │ a function of tensors
-               each is asked in this order (`KINDS`); the first that answers is the policy, once it has been probed
+               `KINDS` are tried in this order; the first one that fits becomes the policy, after a probe
 
-What can be decided once is decided here, by calls on a real observation that leave no trace: random generators,
-buffers and attributes are put back. The first of them fixes the columns the policy writes; after it, a call whose
-output looks different is an error that names the key.
+Whatever can be decided once is decided here, by calling the policy on a real observation. These calls leave no trace:
+random generators, buffers and attributes are restored. The first call fixes the columns the policy writes; a later call
+whose output looks different raises an error that names the key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
-from reap.core.policies.kept_on_self import acts_by, assigned, attributes
+from reap.core.policies.kept_on_self import assigned, attributes, depends_on, same_values
 from reap.core.policies.signature import bind_exploration, match, takes_tensordict
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
@@ -37,41 +37,41 @@ from reap.spec import LANE_AT, EnvSpec, Key, Leaf, as_key, show, show_keys
 
 
 class PolicyWarning(UserWarning):
-    """What is to be known of a policy that is run all the same; of several workers' policies it is said once."""
+    """A warning about a policy that runs all the same; a collector with several workers issues it once."""
 
 
-_SEEDS = 6  # with which an action is looked at: of two choices one may come up several times
+_SEEDS = 6  # random seeds the action is compared for: of two choices, one may come up several times in a row
 _DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
 
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a policy is going to act in: the env's spec, what it will see there, and what the user asked for."""
+    """What `as_policy` needs to know: the env's spec, the columns the policy will see, and the user's options."""
 
     spec: EnvSpec
-    columns: Mapping[Key, Any]  # one real value of every column it may read, shaped as it will see them
-    kind: InteractionType | None  # how it explores
-    carry: Sequence[Key] = ()  # recurrent state the policy begins itself; `spec.primed` leaves are begun by the env
-    device: torch.device | None = None  # where it computes, if not where its rows are
-    shown: torch.device | None = None  # the device that TensorDicts made for it name
-    out_keys: Sequence[Key] | None = None  # what the parts of a tuple that it returns are called
-    trust: bool = False  # it takes a TensorDict, whatever its signature says
-    compile: Mapping[str, Any] | None = None  # options of torch.compile; None: it is not compiled
-    draw: Callable[[Row], None] | None = None  # random actions of one step, for envs in which only the env can draw
+    columns: Mapping[Key, Any]  # one real value of every column the policy may read, in the shape it will see
+    kind: InteractionType | None  # the exploration type
+    carry: Sequence[Key] = ()  # recurrent state that the policy gives a first value; the env does so for `spec.primed`
+    device: torch.device | None = None  # the device the policy computes on, if not the one its rows are on
+    shown: torch.device | None = None  # the `device` of the TensorDicts made for the policy
+    out_keys: Sequence[Key] | None = None  # names for the parts of a tuple the policy returns
+    trust: bool = False  # the policy takes a TensorDict, whatever its signature says
+    compile: Mapping[str, Any] | None = None  # options for torch.compile; None: not compiled
+    draw: Callable[[Row], None] | None = None  # draws one step's random actions, if only the env can draw them
 
     @property
     def observation(self) -> list[Key]:
-        """What the env observes: without the policy's own state, and without who is ready."""
+        """The env's observations, without the policy's own state and without `LANE_AT`."""
         return [key for key in self.spec.observation if key not in self.carry and key != LANE_AT]
 
     @property
     def loose(self) -> dict[Key, Leaf]:
-        """The columns of objects that are no tensors of one shape."""
+        """The loose columns, whose values are objects instead of tensors of one shape."""
         return {key: column.leaf for key, column in self.columns.items() if isinstance(column, ObjectColumn)}
 
 
 def as_policy(policy: Any, context: PolicyContext) -> Policy:
-    """`policy` as a Policy, of the first kind that fits it."""
+    """Return `policy` as a Policy, of the first kind in `KINDS` that fits it."""
     if not callable(policy) and not _acts_at_random(policy):
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
     found = next(made for kind in KINDS if (made := kind(policy, context)) is not None)
@@ -85,7 +85,7 @@ def as_policy(policy: Any, context: PolicyContext) -> Policy:
 
 
 def _random_actions(policy: Any, context: PolicyContext) -> Policy | None:
-    """No policy, or one that only draws: actions from the env's action space, or from the one it was given."""
+    """Return random actions if the policy is None or only draws, from the policy's own action space or the env's."""
     if not _acts_at_random(policy):
         return None
     action = context.spec.action
@@ -99,12 +99,12 @@ def _random_actions(policy: Any, context: PolicyContext) -> Policy | None:
 
 
 def _flat_program(policy: Any, context: PolicyContext) -> Policy | None:
-    """TensorDictModules that can be run as a flat list of tensor operations, and read tensors that are there."""
+    """Return TensorDictModules as a flat list of tensor operations, if that is possible and all they read is there."""
     program = flatten(policy, context.kind) if isinstance(policy, TensorDictModuleBase) else None
     if program is None or not context.columns.keys() - context.loose.keys() >= {*program.inputs}:
         return None
     try:
-        flat = _probed(FlatPolicy(program, _whole(policy, context), context.device), policy, context)
+        flat = _probed(FlatPolicy(program, _tensordict_policy(policy, context), context.device), policy, context)
     except NotFlat:
         return None
     if context.compile is not None:
@@ -113,11 +113,11 @@ def _flat_program(policy: Any, context: PolicyContext) -> Policy | None:
 
 
 def _tensordict_module(policy: Any, context: PolicyContext) -> Policy | None:
-    """Any other TensorDictModule, called as it is."""
+    """Return any other TensorDictModule, called as a module at each step."""
     if not isinstance(policy, TensorDictModuleBase):
         return None
-    made = _as_it_is(policy, context)
-    lost = [key for key in _optional(policy, context.columns) if ("next", *key) in made.outputs]
+    made = _called_on_tensordict(policy, context)
+    lost = [key for key in _missing_inputs(policy, context.columns) if ("next", *key) in made.outputs]
     if lost:
         warn(
             f"policy reads {show_keys(lost)}, which nobody provides, and writes its next value, which nobody "
@@ -128,12 +128,12 @@ def _tensordict_module(policy: Any, context: PolicyContext) -> Policy | None:
 
 
 def _callable_on_tensordicts(policy: Any, context: PolicyContext) -> Policy | None:
-    """A callable that says, or whose owner says, that it takes a TensorDict."""
-    return _as_it_is(policy, context) if context.trust or takes_tensordict(policy) else None
+    """Return a callable that takes a TensorDict, according to its signature or to the user (`trust`)."""
+    return _called_on_tensordict(policy, context) if context.trust or takes_tensordict(policy) else None
 
 
 def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
-    """Everything else: it takes the observations that its parameters are named after, or the only one there is."""
+    """Return anything else as a function of the observations it names as parameters, or of the only one there is."""
     if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
         raise WrongState(
             f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
@@ -160,13 +160,13 @@ def _acts_at_random(policy: Any) -> bool:
 
 
 def waits_for_spec(policy: Any) -> bool:
-    """Whether this is TorchRL's RandomPolicy without a spec: it draws from the env's action space."""
+    """Return whether this is TorchRL's RandomPolicy without a spec, which draws from the env's action space."""
     return hasattr(policy, "set_action_spec_from_env") and getattr(policy, "action_spec", policy) is None
 
 
-def _as_it_is(policy: Any, context: PolicyContext) -> Policy:
-    """The user's object itself, called on a TensorDict at each step."""
-    whole = _whole(policy, context)
+def _called_on_tensordict(policy: Any, context: PolicyContext) -> Policy:
+    """Return a policy that calls the user's object itself on a TensorDict at each step."""
+    whole = _tensordict_policy(policy, context)
     if context.compile is not None:
         whole.call = torch.compile(policy, **context.compile)
     if not isinstance(policy, TensorDictModuleBase) and not hasattr(policy, "out_keys"):
@@ -174,8 +174,8 @@ def _as_it_is(policy: Any, context: PolicyContext) -> Policy:
     return _probed(whole, policy, context)
 
 
-def _whole(policy: Any, context: PolicyContext) -> TensorDictPolicy:
-    """The user's object on TensorDicts of all columns, less the loose ones that it says it does not read."""
+def _tensordict_policy(policy: Any, context: PolicyContext) -> TensorDictPolicy:
+    """Return the user's object on TensorDicts of all columns, except loose ones that its `in_keys` leave out."""
     inputs, loose = tuple(context.columns), context.loose
     if isinstance(policy, TensorDictModuleBase):
         reads = [as_key(key) for key in getattr(policy, "in_keys", ())]
@@ -185,10 +185,10 @@ def _whole(policy: Any, context: PolicyContext) -> TensorDictPolicy:
     return TensorDictPolicy(policy, inputs, spec.size, context.device, read, spec.look.inner, context.shown)
 
 
-def _optional(policy: Any, columns: Mapping[Key, Any]) -> list[Key]:
-    """What a TensorDictModule reads and nobody provides: it is called with None there, as tensordict does it.
+def _missing_inputs(policy: Any, columns: Mapping[Key, Any]) -> list[Key]:
+    """Return the keys a TensorDictModule reads and nobody provides: tensordict calls it with None for these.
 
-    What it writes under that name it finds at the next step (see `TensorDictPolicy`).
+    What it writes under such a key, it finds there at the next step (see `TensorDictPolicy`).
     """
     if not isinstance(policy, TensorDictModuleBase):
         return []
@@ -196,7 +196,7 @@ def _optional(policy: Any, columns: Mapping[Key, Any]) -> list[Key]:
         return []
     written = [as_key(k) for k in getattr(policy, "out_keys", ())]
 
-    def filled(key: Key) -> bool:  # a branch, by an earlier module
+    def filled(key: Key) -> bool:  # whether `key` is a branch under which another module writes
         return any(len(w) > len(key) and w[: len(key)] == key for w in written)
 
     reads = map(as_key, getattr(policy, "in_keys", ()))
@@ -209,13 +209,13 @@ T = TypeVar("T", bound=TensorPolicy)
 
 
 def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
-    """`candidate`, which `policy` became, after one call on a first observation that has fixed its outputs."""
+    """Return `candidate`, the form `policy` took, after one call on a first observation that fixes its outputs."""
     columns, size, kind = context.columns, context.spec.size, context.kind
     absent = [key for key in candidate.inputs if key not in columns]
     if absent:
         raise _missing(absent, columns)
     first = [columns[key] if key in context.loose else columns[key].clone() for key in candidate.inputs]
-    optional = _optional(policy, columns)
+    optional = _missing_inputs(policy, columns)
     before, shapes = attributes(policy), {leaf.shape for leaf in context.spec.observation.values()}
     try:
         with untouched(policy), torch.no_grad(), exploring(kind):
@@ -226,9 +226,9 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     except Exception as cause:
         if optional:
             raise _missing(optional, columns, cause) from cause
-        raise _refused(policy, candidate.inputs, first, cause) from cause
+        raise _probe_error(policy, candidate.inputs, first, cause) from cause
     _check_outputs(candidate.outputs, context, optional)
-    if kept and not is_shared() and acts_by(policy, kept, lambda: [*_decided(candidate, first, context, 0).values()]):
+    if kept and not is_shared() and depends_on(policy, kept, lambda: [*_run(candidate, first, context, 0).values()]):
         names = ", ".join(".".join(filter(None, key)) for key in kept)
         warn(
             f"policy {type(policy).__name__} keeps its state on itself, as {names}: it is not begun anew with an "
@@ -236,7 +236,7 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
             f"returns its new value (docs/policies.md, Memory)",
             PolicyWarning,
         )
-    if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _samples(policy, candidate, first, context):
+    if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _varies_by_seed(policy, candidate, first, context):
         warn(
             f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
             f"itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which is told True "
@@ -247,8 +247,8 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     return candidate
 
 
-def _refused(policy: Any, keys: Sequence[Key], first: Sequence[Any], cause: Exception) -> WorkerRaised:
-    """The error for a policy that raised on a first observation; it says so where dtypes are the likely reason."""
+def _probe_error(policy: Any, keys: Sequence[Key], first: Sequence[Any], cause: Exception) -> WorkerRaised:
+    """Return the error for a policy that raised on a first observation; it says so if dtypes are the likely cause."""
     given = ", ".join(f"{show(k)} {_shown_dtype(v.dtype)}{list(v.shape)}" for k, v in zip(keys, first))
     seen = {v.dtype for v in first if isinstance(v, torch.Tensor) and v.is_floating_point()}
     held = {p.dtype for p in policy.parameters()} if isinstance(policy, nn.Module) else set()
@@ -267,8 +267,8 @@ def _shown_dtype(dtype: Any) -> str:
 
 
 def _check_outputs(outputs: Mapping[Key, Leaf], context: PolicyContext, optional: Sequence[Key]) -> None:
-    """Raise unless the policy writes the action, the next value of each state that has a beginning and of no other,
-    and whatever it also reads as it reads it.
+    """Raise unless the policy writes the action, the next value of each state in its carry, no next value of a state
+    without a first value, and columns that it also reads with the shape and dtype it reads.
     """
     lacking = [key for key in context.spec.action if key not in outputs]
     if lacking:
@@ -298,8 +298,8 @@ def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception
     return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}{without} ({_DECLARE})")
 
 
-def _decided(candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext, seed: int) -> dict[Key, Any]:
-    """What the policy writes for a first observation, with the random numbers of this seed."""
+def _run(candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext, seed: int) -> dict[Key, Any]:
+    """Return what the policy writes for a first observation, after seeding the random generators with `seed`."""
     inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)
     with torch.no_grad(), exploring(context.kind):
         torch.manual_seed(seed)
@@ -308,23 +308,20 @@ def _decided(candidate: TensorPolicy, first: Sequence[Any], context: PolicyConte
         return dict(zip(candidate.written, candidate.once(inputs)))
 
 
-def _samples(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
-    """Whether the action follows from the observation and the random seed, but not from the observation alone."""
+def _varies_by_seed(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
+    """Return whether observation and random seed together determine the action, but the observation alone does not."""
     if is_shared():
-        return False  # seeds are tried only where nobody else draws
+        return False  # seeding would disturb the other thread that draws from these generators
 
     def decided(seed: int) -> list[Any]:
         with untouched(policy):
-            values = _decided(candidate, first, context, seed)
-        return [torch.as_tensor(values[key]) for key in context.spec.action]
-
-    def same(one: list[Any], other: list[Any]) -> bool:
-        return all(torch.equal(a, b) for a, b in zip(one, other))
+            values = _run(candidate, first, context, seed)
+        return [values[key] for key in context.spec.action]
 
     try:
-        asked = decided(0)
-        if not same(asked, decided(0)):
-            return False  # by a state of its own that cannot be put back: who knows
-        return not all(same(asked, decided(seed)) for seed in range(1, _SEEDS))
-    except Exception:  # a policy that can be called once only; what it raises when it acts is told then
+        reference = decided(0)
+        if not same_values(reference, decided(0)):
+            return False  # it has a state that `untouched` cannot restore, so nothing can be concluded
+        return not all(same_values(reference, decided(seed)) for seed in range(1, _SEEDS))
+    except Exception:  # such as from a policy that can be called only once; collecting reports what it raises then
         return False

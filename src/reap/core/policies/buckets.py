@@ -1,9 +1,9 @@
-"""Buckets: of a wide row the policy decides only about as much as lanes stand in, rounded up to one of few sizes.
+"""Buckets: the policy acts only on the occupied positions of a wide row, rounded up to one of a few sizes.
 
-    row of 16 positions, 3 lanes stand in it    [ 5 0 7 · · · · · · · · · · · · · ]
+    row of 16 positions, 3 of them hold lanes   [ 5 0 7 · · · · · · · · · · · · · ]
     what the policy sees                        [ 5 0 7 · ]                             4: the next of 1 2 4 8 16
 
-Few sizes, so that a policy that is recorded for each of them is recorded few times, and replayed ever after.
+There are few sizes, so a policy that is recorded once for each size is recorded only a few times.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from reap.core.slot import Row
 
 
 def powers(most: int) -> list[int]:
-    """The powers of two below `most`, and `most`."""
+    """Return the powers of two below `most`, then `most` itself."""
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
 class Bucketed(PolicyWrapper):
-    """`policy`, on the first positions of rows of `width`; `filled` says in how many of them a lane stands."""
+    """Runs `policy` on the first positions of rows of `width`; `filled()` returns how many positions hold a lane."""
 
     def __init__(self, policy: Policy, width: int, filled: Callable[[], int]) -> None:
         super().__init__(policy)
@@ -39,11 +39,11 @@ class Bucketed(PolicyWrapper):
             return
         self.policy.act(row.narrow.get(size) or _narrowed(row, size))
         for column in row.outputs:
-            column[size:] = column[0]  # nobody's, but looked through with the others when the rollout ends
+            column[size:] = column[0]  # these belong to no lane, but checks at the end of the rollout read them too
 
 
 def _narrowed(row: Row, size: int) -> Row:
-    """The first positions of a row, as policies see it; cut once."""
+    """Return the first `size` positions of a row as a row for policies; it is cut once and cached in the row."""
     narrow = row.narrow[size] = Row()
     narrow.inputs = tuple(value[:size] for value in row.inputs)
     narrow.outputs = tuple(column[:size] for column in row.outputs)

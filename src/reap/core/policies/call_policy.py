@@ -16,8 +16,8 @@ from reap.spec import Key, as_key, show_keys
 class CallPolicy(TensorPolicy):
     """A module or function of plain tensors.
 
-    A tuple is the action, then `output1`, `output2`, …, or what `names` says, then the new carry; what has names is
-    delivered under them.
+    A returned tuple holds the action, then `output1`, `output2`, … (or the parts that `names` lists), then the new
+    carry. Outputs that have names, such as a mapping's, are delivered under these.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class CallPolicy(TensorPolicy):
         self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
         self._given = None if names is None else _with_carry(names, carry)
         self._many = False
-        self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
-        self.trusted = False  # whether it is known to leave its inputs as they are, and to keep none
+        self._alone = len(inputs) == 1 and device is None  # the common case, which needs no `private`
+        self.trusted = False  # whether it is known neither to change nor to keep its inputs, and needs no copies
         self._getters: list[Getter] = []
-        self._names: int | None = None  # how many there are in a mapping
+        self._names: int | None = None  # the number of entries, if it returns a mapping
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         if self.trusted:
@@ -68,7 +68,7 @@ class CallPolicy(TensorPolicy):
             if self._given is not None:
                 raise UsageError(f"out_keys names the parts of a tuple; the policy returned {show_keys(getters(out))}")
             found = getters(out)
-            carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name, or "next"
+            carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name
             keys = [carried.get(key, key) for key in found]
             self._names = len(out) if isinstance(out, Mapping) else None
             self.learn_outputs(keys, [get(out) for get in found.values()], size)
@@ -92,11 +92,11 @@ class CallPolicy(TensorPolicy):
         self.learn_outputs(keys, values, size)
 
     def _and_carry(self) -> str:
-        """What comes last in a tuple, where there is a carry, in words."""
+        """Return the part of an error message that says what comes last in a tuple, if there is a carry."""
         return f", and then the new carry, {show_keys([key[1:] for key in self._last])}" if self._last else ""
 
 
 def _with_carry(names: Sequence[Key], carry: Sequence[Key]) -> list[Key]:
-    """What the parts of a tuple are: a state is its new value, under its own name too, and comes last if not named."""
+    """Return the keys of a tuple's parts: a state's own name means its new value; states not named come last."""
     found = [("next", *name) if name in carry and ("next", *name) not in names else name for name in names]
     return [*found, *(("next", *key) for key in carry if ("next", *key) not in found)]

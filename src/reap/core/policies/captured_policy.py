@@ -1,8 +1,8 @@
-"""CapturedPolicy: a user's module, run as the torch calls it makes (see core/capture).
+"""CapturedPolicy: run a user's module by replaying the torch calls it makes (see core/capture).
 
-Whatever cannot be captured, and every rollout before which something about the module changed that is not captured yet,
-is acted by the plain policy behind it: the module itself, called at each step. Now and then a step is made by both and
-compared; if they differ the module is called from then on.
+The plain policy behind it, which calls the module at each step, acts if the module cannot be captured, and in rollouts
+before which the module changed in a way that could not be captured. In two rollouts one step is made by both module and
+replay and compared; if they differ, the module is called from then on.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from reap.errors import SpecMismatch
 from reap.spec import Key
 
 _log = logging.getLogger("reap.policy")
-_COMPARED = (2, 16)  # rollouts in which a step is made by module and replay
-_RECOMPUTED = (3, 17)  # rollouts of which every row that was left to the end is computed alone as well
-_SHORT = 32  # steps of a rollout at whose end there is nothing to win
-_MOST = 4  # recordings kept: of train() and eval(), of one or another head
+_COMPARED = (2, 16)  # rollouts in which one step is made by both module and replay, and compared
+_RECOMPUTED = (3, 17)  # rollouts after which deferred outputs are also computed row by row, and compared
+_MIN_STEPS = 32  # rollouts of fewer steps gain nothing from deferring outputs to their end
+_MAX_RECORDINGS = 4  # recordings kept: of train() and of eval(), of one head and of another
 
 
 class CapturedPolicy(SubstitutePolicy):
-    """`plain`, which calls `model`, by its torch calls. `why` says why not, where it is not captured."""
+    """Replays the torch calls that `model` makes in `plain`; if it is not captured, `why` says the reason."""
 
     _plain: CallPolicy | TensorDictPolicy
 
@@ -53,13 +53,13 @@ class CapturedPolicy(SubstitutePolicy):
         self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
-        self._keeps: list[Key] = []  # the outputs of the last step that the module reads again
-        self._checks: list[tuple[tuple[Tensor, ...], Sequence[Any]]] = []  # inputs of each step, and what was checked
+        self._reread: list[Key] = []  # the outputs of the last step that the module reads again
+        self._checks: list[tuple[tuple[Tensor, ...], Sequence[Any]]] = []  # inputs and checked values of each step
         self._pick: Callable[[Any], Any] = tuple
-        self._rollouts, self._compares = 0, False
-        self._halves: Halves | None = None  # of the step, where some outputs are left to the end of the rollout
-        self._rows: list[tuple[Any, ...]] = []  # what each step left to be computed at the end of the rollout
-        self._whole = False  # whether all outputs are computed at each step, as later gave other bits
+        self._rollouts, self._compare = 0, False
+        self._halves: Halves | None = None  # the step in two, if some outputs are deferred to the end of the rollout
+        self._deferred: list[tuple[Any, ...]] = []  # of each step: the values that deferred outputs are computed from
+        self._no_defer = False  # whether no output may be deferred, because computing it later gave different bits
         self._capture()
 
     def explain(self) -> str:
@@ -67,7 +67,7 @@ class CapturedPolicy(SubstitutePolicy):
 
     @property
     def captured(self) -> bool:
-        """Whether the module's torch calls are known."""
+        """Whether there is a recording of the module's torch calls."""
         return bool(self._captures)
 
     @property
@@ -77,16 +77,16 @@ class CapturedPolicy(SubstitutePolicy):
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]
-        return bool(self._keeps) or self._plain.remembers
+        return bool(self._reread) or self._plain.remembers
 
     def _capture(self) -> bool:
-        """Record the module as it is now. False: it must be called."""
+        """Record the module in its current state; return False if that fails and it must be called."""
         try:
             with untouched(self._model), torch.no_grad(), exploring(self._kind):
                 self._captures.append(self._recorded())
         except NotCaptured as reason:
             self.why = str(reason)
-        except Exception as cause:  # whatever a module makes of being recorded: it is called
+        except Exception as cause:  # a module may raise anything when it is recorded: then it is called
             self.why = f"recording it raised {cause!r}"
         else:
             self.why = None
@@ -107,9 +107,9 @@ class CapturedPolicy(SubstitutePolicy):
 
             held = [given[key] for key in finds]
             with_held = [[*probe, *(h.clone() for h in held)] for probe in probes]
-            return Captured([self._model], step, with_held, inference=not leaves)  # what it finds it may change
+            return Captured([self._model], step, with_held, inference=not leaves)  # a module may change these
 
-        # Of all that it wrote at the last step it may look for little, mostly for nothing.
+        # Of everything it wrote at the last step, the module reads little, and mostly nothing.
         found, keys = recorded(list(given), []), []  # type: ignore[var-annotated]
         while (read := [list(given)[at - columns] for at in found.used if at >= columns]) != keys:
             found, keys = recorded(list(given), read), read
@@ -117,24 +117,24 @@ class CapturedPolicy(SubstitutePolicy):
 
     def begin(self, slot: Slot) -> None:
         self._plain.begin(slot)
-        self._checks, self._rows = [], []
+        self._checks, self._deferred = [], []
         self._rollouts += 1
-        self._compares = self._rollouts in _COMPARED
+        self._compare = self._rollouts in _COMPARED
         before = self._active
         self._active = next((c for c, _ in self._captures if c.bind()), None)
-        if self._active is None and self.why is None and len(self._captures) < _MOST and self._capture():
+        if self._active is None and self.why is None and len(self._captures) < _MAX_RECORDINGS and self._capture():
             self._active = self._captures[-1][0]
             self._active.bind()
         if self._active is not None and self._active is not before:
-            self._keeps = next(keys for c, keys in self._captures if c is self._active)
+            self._reread = next(keys for c, keys in self._captures if c is self._active)
             used = self._active.used
             self._pick = operator.itemgetter(*used) if len(used) > 1 else lambda inputs: [inputs[i] for i in used]
-        self._halves = self._in_two(slot)
+        self._halves = self._split(slot)
 
-    def _in_two(self, slot: Slot) -> Halves | None:
-        """The step without what nobody looks at before the rollout ends, where that is worth it."""
-        short = slot.layout.steps < _SHORT
-        if self._active is None or self.looked_at is None or self._keeps or self._compares or self._whole or short:
+    def _split(self, slot: Slot) -> Halves | None:
+        """Return the step in two halves, if it pays to defer outputs nobody reads before the rollout ends; or None."""
+        short = slot.layout.steps < _MIN_STEPS
+        if self._active is None or self.looked_at is None or self._reread or self._compare or self._no_defer or short:
             return None
         return self._active.halves([i for i, key in enumerate(self.outputs) if key in self.looked_at])
 
@@ -144,33 +144,33 @@ class CapturedPolicy(SubstitutePolicy):
             values = halves.run(*self._pick(row.inputs))
             for value, column in zip(values, row.outputs):
                 column[...] = value
-            self._rows.append(values)
+            self._deferred.append(values)
             return None
         active = self._active
         if active is None:
             return self._plain.act(row)
         inputs = row.inputs
-        if self._keeps:
+        if self._reread:
             kept: dict[Key, Any] = self._plain._kept  # type: ignore[union-attr]
-            if not kept:  # it begins: the module itself finds nothing
+            if not kept:  # the first step: there is nothing yet to give to the replay
                 return self._plain.act(row)
-            inputs = (*inputs, *(kept[key] for key in self._keeps))
-        if self._compares:
-            self._compares = False
-            if not self._still(active, inputs):
+            inputs = (*inputs, *(kept[key] for key in self._reread))
+        if self._compare:
+            self._compare = False
+            if not self._still_agrees(active, inputs):
                 return self._plain.act(row)
         values = active.run(*self._pick(inputs))
         ours = len(self._readers)
         for value, read, column in zip(values, self._readers, row.outputs):
             column[...] = read(value)
-        if self._keeps:
-            self._plain._kept = dict(zip(self._keeps, values[ours : active.outputs]))  # type: ignore[union-attr]
+        if self._reread:
+            self._plain._kept = dict(zip(self._reread, values[ours : active.outputs]))  # type: ignore[union-attr]
         if active.checks:
             self._checks.append((row.inputs, values[active.outputs :]))
         return None
 
-    def _still(self, active: Captured, inputs: Sequence[Tensor]) -> bool:
-        """Whether module and replay agree about this step."""
+    def _still_agrees(self, active: Captured, inputs: Sequence[Tensor]) -> bool:
+        """Return whether module and replay agree on this step; if they do not, drop all recordings."""
         before = position()
         agree = active.agrees(inputs)
         put_back(before)
@@ -183,18 +183,18 @@ class CapturedPolicy(SubstitutePolicy):
     def end(self, slot: Slot, steps: int) -> None:
         self._plain.end(slot, steps)
         if self._halves is not None:
-            self._finish(self._halves, slot, steps)
+            self._write_deferred(self._halves, slot, steps)
         elif self._active is not None and self._active.checks:
             for t, (inputs, values) in enumerate(self._checks[:steps]):
                 if any(check.read(value) != check.value for check, value in zip(self._active.checks, values)):
-                    self._refused(inputs, t)
-        self._checks, self._rows = [], []
+                    self._raise_for(inputs, t)
+        self._checks, self._deferred = [], []
 
-    def _finish(self, halves: Halves, slot: Slot, steps: int) -> None:
-        """Compute and write what was left to the end."""
-        columns, same = halves.finish(self._rows[:steps], check=self._rollouts in _RECOMPUTED)
+    def _write_deferred(self, halves: Halves, slot: Slot, steps: int) -> None:
+        """Compute and write the outputs that were deferred to the end of the rollout."""
+        columns, same = halves.finish(self._deferred[:steps], check=self._rollouts in _RECOMPUTED)
         if not same:
-            self._whole = True  # torch computes these columns otherwise than their rows: row by row from now on
+            self._no_defer = True  # torch gives these columns other bits than their rows: defer nothing any more
         keys = list(self.outputs)
         for column, at, moves in zip(columns, halves.rest, halves.moves):
             into = slot.arrays[keys[at]][:steps]
@@ -203,10 +203,10 @@ class CapturedPolicy(SubstitutePolicy):
             wrong = column != check.value
             if bool(wrong.any()):
                 t = int(wrong.nonzero()[0])
-                self._refused(tuple(slot.layout.tensor(k, slot.arrays[k][t]) for k in self.inputs), t)
+                self._raise_for(tuple(slot.layout.tensor(k, slot.arrays[k][t]) for k in self.inputs), t)
 
-    def _refused(self, inputs: tuple[Tensor, ...], t: int) -> None:
-        """Let the module say what its distribution has against what it was given at step `t`."""
+    def _raise_for(self, inputs: tuple[Tensor, ...], t: int) -> None:
+        """Raise the error for the inputs of step `t`: call the module, whose distribution rejects its arguments."""
         with torch.no_grad():
             self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))
         raise SpecMismatch("the policy gave a distribution values that it does not take").at(step=t)
@@ -216,37 +216,37 @@ class CapturedPolicy(SubstitutePolicy):
 
 
 def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
-    """Whether a module neither changes nor keeps what it is given: by reading its code, and by watching it once."""
+    """Return whether a module neither changes nor keeps its inputs, by reading its code and recording one call."""
     if not isinstance(model, nn.Module) or why_not(model) is not None:
         return False
     try:
         refuse_hooks([model])
         with untouched(model):
             undisturbed(lambda: record(lambda *given: list(tensors_in(model(*given))), inputs))
-    except Exception:  # whatever it makes of being watched
+    except Exception:  # a module may raise anything when it is recorded
         return False
     return True
 
 
 def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:
-    """Other values of the same kinds: what is captured must do the same with these."""
+    """Return other values of the same shapes and dtypes, on which the replay must do the same as the module."""
     found, chance = [], probe_generator(by)
     for value in values:
         if value.dtype.is_floating_point:
             found.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
         elif value.dtype is torch.uint8:
             found.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
-        else:  # the same numbers elsewhere: an index stays one, a one-hot choice too
+        else:  # permute the numbers: an index stays in range, and one lane's one-hot choice stays one-hot
             found.append(value.reshape(-1)[torch.randperm(value.numel(), generator=chance)].reshape(value.shape))
     return found
 
 
 def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: InteractionType | None) -> Any:
-    """`policy` by the torch calls its `model` makes, if that is possible; `policy` itself if not."""
+    """Return a policy that replays the torch calls of `model`, or `policy` itself if they cannot be captured."""
     if not isinstance(model, nn.Module):
         return policy
     plain = policy
-    if isinstance(policy, FlatPolicy) and policy.opaque:  # flat, but for modules of the user's own
+    if isinstance(policy, FlatPolicy) and policy.opaque:  # flat, except that it calls modules of the user's own
         plain = policy.as_module()
     if not isinstance(plain, (CallPolicy, TensorDictPolicy)):
         return policy

@@ -1,11 +1,11 @@
-"""Exploration types, per thread.
+"""Exploration types that each thread can set for itself.
 
 tensordict keeps the interaction type in one process-wide variable, so a collecting thread that sets it would change
 how every other thread's policy samples. Here a thread can have its own: `exploring(type)` lays a thread-local value
 over the shared one. Threads that never enter it, and code that sets the shared one, see exactly what they saw before.
 
-tensordict asks us while any thread is inside `exploring`, and itself again when the last one has left. Where it keeps
-the variable in another way, `exploring` sets it for the whole process.
+While any thread is inside `exploring`, a `_ThreadAware` replaces tensordict's variable; the last one to leave puts it
+back. If a version of tensordict keeps the variable in another way, `exploring` sets it for the whole process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from reap.errors import UsageError
 
 ExplorationType = InteractionType
 
-#: the types that ask for the same action whenever the observation is the same
+#: the types that ask for one and the same action for the same observation
 FIXED = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN, InteractionType.MEDIAN)
-_SHARED = object()  # a thread that has no type of its own
+_SHARED = object()  # marks a thread that has no type of its own
 
 
 class _Own(threading.local):
-    """What a thread explores with, if it has a type of its own."""
+    """Holds a thread's own exploration type, if it has one."""
 
     kind: Any = _SHARED
 
@@ -41,11 +41,11 @@ _own = _Own()
 
 
 class _ThreadAware:
-    """Stands where tensordict's variable stands: a thread inside `exploring` has its own value, others share."""
+    """Replaces tensordict's variable: a thread inside `exploring` has its own value, the others share one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.inside: dict[object, None] = {}  # threads that have a type of their own
+        self.inside: dict[object, None] = {}  # keys of threads that have a type of their own
         renew(self, lock=threading.Lock, inside=dict)
 
     def get_mode(self) -> Any:
@@ -64,7 +64,7 @@ _aware = _ThreadAware()
 
 @contextlib.contextmanager
 def exploring(kind: InteractionType | None) -> Iterator[None]:
-    """Sample as `kind` in this thread, for the length of the block."""
+    """Set the exploration type to `kind` for this thread, inside the block."""
     shared = tensordict_internals.shared_interaction_type
     if shared is None:
         with set_interaction_type(kind):
@@ -74,7 +74,7 @@ def exploring(kind: InteractionType | None) -> Iterator[None]:
     before = _own.kind
     try:
         if before is _SHARED:
-            with _aware.lock:  # or one that leaves would take it away from one that has just come
+            with _aware.lock:  # else a thread that leaves could put the variable back just after this one enters
                 _aware.inside[_own.key] = None
                 variables[place] = _aware
         _own.kind = kind
@@ -83,18 +83,18 @@ def exploring(kind: InteractionType | None) -> Iterator[None]:
         _own.kind = before
         if before is _SHARED:
             with _aware.lock:
-                if _own.key in _aware.inside:  # or it was broken off before
+                if _own.key in _aware.inside:  # not if an interrupt came before it was added
                     del _aware.inside[_own.key]
                 if not _aware.inside:
                     variables[place] = shared
 
 
 def exploration_type(given: InteractionType | str | None) -> InteractionType:
-    """The option as a value: nothing means RANDOM, names are accepted."""
+    """Return the option as an InteractionType: None means RANDOM, and names are accepted."""
     if given is None:
         return InteractionType.RANDOM
     try:
-        if not isinstance(given, (str, InteractionType)):  # tensordict's own search compares, which arrays do not like
+        if not isinstance(given, (str, InteractionType)):  # tensordict's look-up compares, which fails for arrays
             raise ValueError
         return InteractionType(given)
     except ValueError:

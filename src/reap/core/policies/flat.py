@@ -1,18 +1,18 @@
 """A chain of TensorDictModules as a flat list of calls on plain tensors.
 
 `flatten(policy)` returns a `Program`, or None when any module does something of its own (another `forward`, a hook, a
-keyword, an in-place rule) and must be called as it is. The program makes the same calls to torch in the same order,
-so its numbers, and the random numbers it uses up, are those of the modules it stands for. Two things are done
+keyword, an in-place rule) and must be called as a module. The program makes the same calls to torch in the same order,
+so its numbers, and the random numbers it consumes, are those of the modules it replaces. Two things are done
 differently, for speed. The log-probabilities of categorical and normal samples are computed once per rollout from the
 recorded columns: the same arithmetic, bit for bit. And a categorical sample is drawn without normalising the logits
-first: the same draw, but for ties within one rounding (about one sample in ten million).
+first: the same draw, except for ties within one rounding (about one sample in ten million).
 
     Sequential(Linear, Tanh, Linear) → Categorical        regs:  observation | logits | action
     ───────────────────────────────────────────────►      ops:   linear tanh linear | softmax exponential argmax
                                                           after the rollout:  log-prob of the column
 
-Parameters are looked up again at every `bind()`, once per rollout: replacing `layer.weight` between two rollouts, or
-adding a hook, is seen.
+Every `bind()`, once per rollout, looks parameters and hooks up again, so replacing `layer.weight` or adding a hook
+between two rollouts takes effect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Op = Callable[[list[Any]], None]
 
 
 class Deferred(NamedTuple):
-    """A column computed after the rollout, from these other columns."""
+    """A column that `compute` makes after the rollout from the columns `reads`."""
 
     reads: tuple[Key, ...]
     compute: Callable[..., Tensor]
@@ -48,16 +48,16 @@ class Deferred(NamedTuple):
 
 _HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
 
-# Layers without options: the function is the layer.
+# Layers without options, each of which is just a function.
 _PURE: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Tanh: torch.tanh, nn.Sigmoid: torch.sigmoid}
 _IN_PLACE: dict[Any, Callable[..., Tensor]] = {torch.tanh: torch.tanh_, torch.relu: torch.relu_}
 _CALLS = (nn.Module.__call__, TensorDictModule.__call__, ProbabilisticTensorDictModule.__call__)
 _CONTAINERS = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
 
 
-Check = tuple[Callable[[Tensor], Tensor], str]  # which values are right, and what the others are called
+Check = tuple[Callable[[Tensor], Tensor], str]  # which values are valid, and how the error describes the others
 
-# What the distributions themselves would refuse at each step, looked for once per rollout.
+# Arguments the distributions themselves would reject at each step; they are checked once per rollout.
 _CHECKS: dict[Any, tuple[Check, ...]] = {
     distributions.Categorical: ((lambda logits: logits.logsumexp(-1).isfinite(), "NaN, +inf or nothing but -inf"),),
     distributions.Normal: (
@@ -67,8 +67,8 @@ _CHECKS: dict[Any, tuple[Check, ...]] = {
 }
 
 
-def _samples(m: nn.Module) -> bool:
-    """Whether a module draws from a distribution as tensordict's does, or TorchRL's, which draws and scores alike."""
+def _is_sampler(m: nn.Module) -> bool:
+    """Return whether a module draws from a distribution in the way of tensordict's class, or of TorchRL's subclass."""
     forward = type(m).forward
     if getattr(forward, "__qualname__", "") == "SafeProbabilisticModule.forward":
         return forward.__module__.startswith("torchrl.modules.")
@@ -76,7 +76,7 @@ def _samples(m: nn.Module) -> bool:
 
 
 class Program:
-    """Calls on a list of registers: the inputs first, then one for every value a module writes."""
+    """Calls on a list of registers: the inputs come first, then one register for every value a module writes."""
 
     def __init__(self, policy: nn.Module, kind: InteractionType | None) -> None:
         self.policy, self.kind = policy, kind
@@ -84,14 +84,14 @@ class Program:
         self.outputs: list[Key] = []
         self.written: list[Key] = []
         self.deferred: dict[Key, Deferred] = {}
-        self.checked: dict[Key, Check] = {}  # parameters of distributions, looked through after the rollout
-        self.opaque = False  # whether anything in it could keep or change what it is given
+        self.checked: dict[Key, Check] = {}  # arguments of distributions, checked after the rollout
+        self.opaque = False  # whether a module in it might keep or change its inputs
         self.taken: list[int] = []  # registers of the written outputs
         self.ops: list[Op] = []
         self.blank: list[Any] = []
 
     def bind(self) -> bool:
-        """Read the modules as they are now. False: they can no longer be run flat."""
+        """Read the modules in their current state; return False if they can no longer be run flat."""
         leaves = _leaves(self.policy)
         if leaves is None:
             return False
@@ -109,7 +109,7 @@ class Program:
         for i, m in enumerate(leaves):
             sources = [at[as_key(key)] for key in _reads(m)]
             writes = [as_key(key) for key in _writes(m)]
-            # A key written twice gets a new register each time: the first value may still be wanted.
+            # A key written twice gets a new register each time: the first value may still be needed.
             targets = list(range(registers, registers + len(writes)))
             registers += len(writes)
             at.update(zip(writes, targets))
@@ -119,9 +119,9 @@ class Program:
             if deferred is not None and not rewritten.intersection(deferred.reads):
                 self.deferred[writes[-1]] = deferred
                 targets = targets[:1]
-            if _samples(m):
-                self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(_family(m, self.kind)[0], ())))
-            elif _known(m) is None:
+            if _is_sampler(m):
+                self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(_known_distribution(m, self.kind)[0], ())))
+            elif _known_layers(m) is None:
                 self.opaque = True
             self.ops.append(_compile(m, sources, targets, self.kind))
         self.blank = [None] * (registers - len(self.inputs))
@@ -131,7 +131,7 @@ class Program:
         return True
 
     def run(self, *inputs: Tensor) -> tuple[Any, ...]:
-        """The outputs for these inputs, in the order of `written`; the deferred ones follow from their columns."""
+        """Return the outputs for these inputs, in the order of `written`, which does not have the deferred ones."""
         regs = [*inputs, *self.blank]
         for op in self.ops:
             op(regs)
@@ -139,7 +139,7 @@ class Program:
 
 
 def flatten(policy: Any, kind: InteractionType | None) -> Program | None:
-    """The policy as a program, or None if it must be called as a module."""
+    """Return the policy as a program, or None if it must be called as a module."""
     if not isinstance(policy, nn.Module):
         return None
     program = Program(policy, kind)
@@ -152,10 +152,10 @@ def _leaves(m: nn.Module) -> list[nn.Module] | None:
         return None
     if forward is TensorDictModule.forward:
         return [m] if tensordict_internals.is_plain_module(m) else None
-    if _samples(m):
-        # TorchRL scores some samples in a way of their own; those are captured whole.
+    if _is_sampler(m):
+        # TorchRL computes log-probabilities of some distributions in its own way; those modules are captured instead.
         ours = forward is ProbabilisticTensorDictModule.forward
-        plain = tensordict_internals.is_plain_sampler(m) and (ours or _family(m, InteractionType.RANDOM)[0])
+        plain = tensordict_internals.is_plain_sampler(m) and (ours or _known_distribution(m, InteractionType.RANDOM)[0])
         return [m] if plain else None
     if forward in _CONTAINERS:
         parts = tensordict_internals.parts_of(m)
@@ -176,20 +176,20 @@ def _reads(m: Any) -> Sequence[Any]:
 
 
 def _writes(m: Any) -> Sequence[Any]:
-    if _samples(m):
+    if _is_sampler(m):
         return [*m.dist_sample_keys, *([m.log_prob_key] if m.return_log_prob else [])]
     return m.out_keys  # type: ignore[no-any-return]
 
 
-def _known(m: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None:
-    """The layers of a module if torch's own functions are all it is."""
+def _known_layers(m: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None:
+    """Return the layers of a module if it calls nothing but `ours`, functions known to leave their inputs alone."""
     layers = _layers(m.module) if m.method is None else None
     ours = {F.linear, torch.relu, *_PURE.values()}
     return layers if layers is not None and all(call in ours for call, _ in layers) else None
 
 
 def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
-    if _samples(m):
+    if _is_sampler(m):
         return _sampler(m, sources, targets, kind)
     call = m.module if m.method is None else getattr(m.module, m.method)
     layers = _layers(call)
@@ -217,7 +217,7 @@ def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionTy
 
 
 def _chain(layers: list[tuple[Callable[..., Tensor], tuple[Any, ...]]], source: int, target: int) -> Op:
-    # What a linear layer returns is nobody else's: the activation behind it may work in place.
+    # Nobody else holds what a linear layer returned, so the activation after it may work in place.
     pairs = list(zip(layers, [None, *layers]))
     layers = [
         (_IN_PLACE[call], args) if call in _IN_PLACE and before is not None and before[0] is F.linear else (call, args)
@@ -234,7 +234,7 @@ def _chain(layers: list[tuple[Callable[..., Tensor], tuple[Any, ...]]], source: 
 
 
 def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None:
-    """A module as (function, arguments) pairs. A layer of an unknown kind is its own function."""
+    """Return a module as (function, arguments) pairs; a layer of an unknown kind is its own function."""
     if not isinstance(call, nn.Module):
         return None
     if not torch_internals.is_unhooked(call):
@@ -258,14 +258,14 @@ def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | 
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Whether this is TorchRL's MLP, which is a sequence of layers where it has one input and one output dimension."""
+    """Return whether this is TorchRL's MLP with one input and one output dimension: just a sequence of layers."""
     kind = type(module)
     ours = kind.__name__ == "MLP" and kind.__module__.startswith("torchrl.modules.models")
     return ours and torchrl_internals.is_a_sequence(module)
 
 
-def _family(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]:
-    """Which distribution is sampled how, if it is one this module knows by heart; (None, kind) otherwise."""
+def _known_distribution(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]:
+    """Return which distribution is sampled and how, if this file has code for both; (None, kind) otherwise."""
     family = m.distribution_class
     names = [k[-1] if isinstance(k, tuple) else k for k in m.dist_keys]
     kind = m.default_interaction_type if kind is None else kind
@@ -280,10 +280,10 @@ def _family(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]
 
 
 def _deferred(m: Any, kind: InteractionType | None) -> Deferred | None:
-    """How a module's log-probabilities follow from its columns, if they do."""
-    if not _samples(m) or not m.return_log_prob:
+    """Return how a module's log-probabilities are computed from its columns, if they can be."""
+    if not _is_sampler(m) or not m.return_log_prob:
         return None
-    family, _ = _family(m, kind)
+    family, _ = _known_distribution(m, kind)
     reads = tuple(as_key(key) for key in (*m.in_keys, *m.dist_sample_keys))
     if family is distributions.Categorical:
         return Deferred(reads, _categorical_log_prob)
@@ -291,7 +291,7 @@ def _deferred(m: Any, kind: InteractionType | None) -> Deferred | None:
 
 
 def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
-    family, asked = _family(m, kind)
+    family, asked = _known_distribution(m, kind)
     random = asked is InteractionType.RANDOM
     if len(targets) == 1 and family is distributions.Categorical:
         return _categorical(sources[0], targets[0], random)
@@ -313,7 +313,7 @@ def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionTy
 
 
 def _categorical(source: int, target: int, random: bool) -> Op:
-    """torch.distributions.Categorical(logits=…): its soft-max and `multinomial`, without objects and checks."""
+    """Sample as torch.distributions.Categorical(logits=…): soft-max and `multinomial`, without objects and checks."""
     softmax, empty_like = torch.softmax, torch.empty_like
 
     def sample(regs: list[Any]) -> None:
@@ -333,7 +333,7 @@ def _categorical_log_prob(logits: Tensor, value: Tensor) -> Tensor:
 
 
 def _normal(loc_at: int, scale_at: int, target: int, random: bool) -> Op:
-    """torch.distributions.Normal(loc, scale): the same calls, without objects and checks."""
+    """Sample as torch.distributions.Normal(loc, scale): by the same calls, without objects and checks."""
     empty = torch.empty
 
     def sample(regs: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""FlatPolicy: TensorDictModules run as a flat program (flat.py) on plain tensors, without a TensorDict per step."""
+"""FlatPolicy: run TensorDictModules as a flat program (flat.py) on plain tensors, without a TensorDict per step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from reap.spec import Key, show
 
 
 class NotFlat(Exception):
-    """The program cannot stand for the modules; use them as they are."""
+    """The program cannot replace the modules, which must be called instead."""
 
 
 class FlatPolicy(SubstitutePolicy):
-    """TensorDictModules as a `Program`; turns into a TensorDictPolicy if a hook appears later."""
+    """Runs TensorDictModules as a `Program`, or calls them if they can no longer run flat, as after adding a hook."""
 
     _plain: TensorDictPolicy
 
@@ -43,7 +43,7 @@ class FlatPolicy(SubstitutePolicy):
         program = self._program
         if not self._flat or self._compiled or self.device is not None:
             return super().act(row)
-        # From here on `TensorPolicy.act`, less three calls a step.
+        # The rest is `TensorPolicy.act` written out, which saves three calls per step.
         regs = [*(self.private(row.inputs) if program.opaque else row.inputs), *program.blank]
         for op in program.ops:
             op(regs)
@@ -79,11 +79,11 @@ class FlatPolicy(SubstitutePolicy):
 
     @property
     def opaque(self) -> bool:
-        """Whether modules of the user's own are called in it, and no distribution that is known by heart is sampled."""
+        """Whether it calls modules of the user's own, and samples no distribution that flat.py has code for."""
         return self._program.opaque and not self._program.checked
 
     def as_module(self) -> TensorDictPolicy:
-        """The same policy, called as the module it is."""
+        """Return the same policy, called as a module at each step."""
         module = self._plain
         module.adopt(self.inputs, self.outputs)
         module.outputs = self.outputs
@@ -121,7 +121,7 @@ class FlatPolicy(SubstitutePolicy):
         if not all(isinstance(value, Tensor) for value in values.values()):
             raise NotFlat
         if any(values[key].dtype is torch.bfloat16 for key in program.deferred):
-            raise NotFlat  # columns of bfloat16 cannot be computed with in NumPy memory
+            raise NotFlat  # deferred columns are computed from NumPy memory, which has no bfloat16
         self.learn_outputs(program.outputs, [values[key] for key in program.outputs], size)
         self._reader_of = dict(zip(program.outputs, self._readers))
         self._readers = tuple(self._reader_of[key] for key in program.written)

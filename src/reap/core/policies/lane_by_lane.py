@@ -1,10 +1,10 @@
-"""LaneByLane: each lane is decided about by itself, with random numbers of its own.
+"""LaneByLane: run the policy on each lane separately, with a random generator per lane.
 
     row t   lane 0 ──► its generator ──► policy on a batch of one ──► lane 0
             lane 1 ──► its generator ──► policy on a batch of one ──► lane 1
 
-What a lane gets then depends on its seed and on nothing else: not on how many lanes share a process, nor on which. A
-batch of one has the same bits wherever it is computed; a batch of eight and one of four need not.
+What a lane gets then depends only on its own seed, not on how many lanes share a process, nor on which. A batch of one
+has the same bits wherever it is computed; batches of eight and of four may differ.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from reap.errors import UsageError
 from reap.seeding import fresh_seed
 from reap.spec import EnvSpec, Key
 
-_OF_POLICY = 0x9E3779B9  # mixed into a lane's seed: the env has the seed itself
+_SEED_SALT = 0x9E3779B9  # mixed into a lane's seed, because the env uses the seed itself
 
 
 def spec_of_one(spec: EnvSpec, *, record: bool) -> EnvSpec:
-    """What each lane's policy sees of an env; refuses where it cannot be shown one lane."""
-    strange = spec.look.dims is not None or any(leaf.loose for leaf in spec.observation.values())
+    """Return the spec that each lane's policy sees; raise UsageError if lanes cannot be shown to it one by one."""
+    unsupported = spec.look.dims is not None or any(leaf.loose for leaf in spec.observation.values())
     for wrong, why in (
         (spec.ready_of is not None, "lanes come as they are ready"),
         (record, "CUDA graphs hold all lanes at once"),
-        (strange, "lanes have dimensions of their own, or values without a fixed shape"),
+        (unsupported, "lanes have dimensions of their own, or values without a fixed shape"),
     ):
         if wrong:
             raise UsageError(f"deterministic=True decides about each lane by itself; here {why}")
@@ -38,28 +38,28 @@ def spec_of_one(spec: EnvSpec, *, record: bool) -> EnvSpec:
 
 
 class LaneGenerators:
-    """Where the random generator of each lane is. Only torch's is the lane's own."""
+    """The state of each lane's random generator. Only torch's generator is kept per lane."""
 
     def __init__(self, lanes: int) -> None:
-        self.states = [_begun(fresh_seed()) for _ in range(lanes)]
+        self.states = [_generator_state(fresh_seed()) for _ in range(lanes)]
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Begin anew, each lane with a seed of its own."""
-        self.states[:] = [_begun(seed) for seed in seeds]
+        """Restart the generator of each lane with a seed of its own."""
+        self.states[:] = [_generator_state(seed) for seed in seeds]
 
 
-def _begun(seed: int) -> Tensor:
-    return torch.Generator().manual_seed(seed ^ _OF_POLICY).get_state()
+def _generator_state(seed: int) -> Tensor:
+    return torch.Generator().manual_seed(seed ^ _SEED_SALT).get_state()
 
 
 class LaneByLane(PolicyWrapper):
-    """Policies of one lane each, all of one model; `spec` is that of all lanes."""
+    """Runs one policy per lane, all of the same model; `spec` is the env's, with all lanes."""
 
     def __init__(self, policies: Sequence[Policy], noise: LaneGenerators, spec: EnvSpec) -> None:
         super().__init__(policies[0])
-        self._policies, self._noise, self._spec = list(policies), noise, spec
+        self._policies, self._generators, self._spec = list(policies), noise, spec
         self.remembers = policies[0].remembers
-        self._parts: dict[int, tuple[Slot, list[Slot]]] = {}  # of each slot: its lanes, one by one
+        self._parts: dict[int, tuple[Slot, list[Slot]]] = {}  # of each slot: its lanes as slots of one lane
         self._keys: list[RowKeys] = []
         self._rows: list[list[Row]] = []
         self._t = 0
@@ -72,13 +72,13 @@ class LaneByLane(PolicyWrapper):
         before = torch.get_rng_state()
         for lane, (policy, part) in enumerate(zip(self._policies, parts)):
             policy.looked_at = self.looked_at
-            torch.set_rng_state(self._noise.states[lane])
+            torch.set_rng_state(self._generators.states[lane])
             policy.begin(part)
-            self._noise.states[lane] = torch.get_rng_state()
+            self._generators.states[lane] = torch.get_rng_state()
         torch.set_rng_state(before)
         if not self._keys or self._keys[0].outputs != tuple(self.written):
             self._keys = [RowKeys(self._spec, policy.inputs, policy.written) for policy in self._policies]
-        # What follows the last row is nothing to a policy: any memory of that shape will do.
+        # Policies do not read what follows the last row: any memory of that shape will do.
         last = [parts[0].arrays[key][0] for key in self._spec.observation]
         self._rows = [list(part.cut(keys, last)) for part, keys in zip(parts, self._keys)]
         self._t = 0
@@ -95,7 +95,7 @@ class LaneByLane(PolicyWrapper):
         return parts
 
     def act(self, row: Row) -> None:
-        t, states, before = self._t, self._noise.states, torch.get_rng_state()
+        t, states, before = self._t, self._generators.states, torch.get_rng_state()
         for lane, policy in enumerate(self._policies):
             torch.set_rng_state(states[lane])
             policy.act(self._rows[lane][t])
@@ -112,7 +112,7 @@ class LaneByLane(PolicyWrapper):
             self._policies[lane].forget([0])
 
     def open_state(self) -> list[tuple[Key, Tensor]]:
-        noise = [(("noise", str(lane)), state) for lane, state in enumerate(self._noise.states)]
+        noise = [(("noise", str(lane)), state) for lane, state in enumerate(self._generators.states)]
         kept = [((str(n), *key), value) for n, one in enumerate(self._policies) for key, value in one.open_state()]
         return [*noise, *kept]
 
@@ -120,7 +120,7 @@ class LaneByLane(PolicyWrapper):
         kept: list[list[tuple[Key, Tensor]]] = [[] for _ in self._policies]
         for (of, *key), value in state:
             if of == "noise":
-                self._noise.states[int(key[0])] = value
+                self._generators.states[int(key[0])] = value
             else:
                 kept[int(of)].append((tuple(key), value))
         for policy, own in zip(self._policies, kept):

@@ -1,10 +1,10 @@
-"""What a policy returned, by name.
+"""Take what a policy returned apart into values by key.
 
     {"action": a, "dist": {"loc": l}}       a mapping, a TensorDict, a tensorclass, a named tuple or a dataclass, nested
     ─────────────────────────────────►      in any way: ("action",) and ("dist", "loc")
     (a, v) or a                             by place: the action first, then ("output1",), ("output2",), …
 
-Where values are is worked out once, from the first output; after that each is one look-up.
+Where each value is found is worked out once, from the first output; after that it takes one look-up per value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ACTION: tuple[Key, ...] = (("action",),)
 
 
 def is_named(out: Any) -> bool:
-    """Whether what a policy returned says itself what its parts are called."""
+    """Return whether a policy's output names its own parts."""
     if isinstance(out, (Mapping, TensorDictBase)):
         return not is_non_tensor(out)
     fields = isinstance(out, tuple) and hasattr(out, "_fields")
@@ -34,7 +34,7 @@ def is_named(out: Any) -> bool:
 
 
 def getters(out: Any) -> dict[Key, Getter]:
-    """How to get each value from outputs like this one. What is None is not there; private names are left out."""
+    """Return by key how to get each value from outputs like this one; None values and private names are left out."""
     found: dict[Key, Getter] = {}
     for name, get in _members(out):
         key = _as_name(name)
@@ -66,7 +66,7 @@ def _after(outer: Getter, inner: Getter) -> Getter:
 
 
 def by_name(out: Any, action: Sequence[Key] = _ACTION) -> dict[Key, Any]:
-    """Everything a policy of plain tensors returned: under its own names, or by place with the action first."""
+    """Return all values a policy of plain tensors returned, under their names, or by place with the action first."""
     if is_named(out):
         return {key: get(out) for key, get in getters(out).items()}
     values = out if isinstance(out, tuple) else (out,)
@@ -77,13 +77,13 @@ def by_name(out: Any, action: Sequence[Key] = _ACTION) -> dict[Key, Any]:
 
 
 def as_tensordict(out: Any, size: Sequence[int]) -> TensorDict:
-    """What a policy returned by name, as a TensorDict of this batch size."""
+    """Return a policy's named outputs as a TensorDict of this batch size."""
     try:
         return TensorDict(tree_of(by_name(out)), batch_size=list(size))
     except RuntimeError as cause:
-        raise SpecMismatch(f"policy returned {_looks(out)}; all need the dimensions {list(size)} first") from cause
+        raise SpecMismatch(f"policy returned {_shapes(out)}; all need the dimensions {list(size)} first") from cause
 
 
-def _looks(out: Any) -> str:
+def _shapes(out: Any) -> str:
     shapes = {key: getattr(value, "shape", None) for key, value in by_name(out).items()}
     return ", ".join(f"{show(key)} {list(shape or ())}" for key, shape in shapes.items())

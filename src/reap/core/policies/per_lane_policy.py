@@ -1,7 +1,7 @@
-"""PerLanePolicy: a policy of whole TensorDicts, where lanes come as they are ready.
+"""PerLanePolicy: a policy of whole TensorDicts for asynchronous lanes, which act whenever they are ready.
 
-Such a policy finds at each step what it wrote at the last one. The last one of a lane may be many rows ago and at
-another position: so it is kept by lane, and each finds its own.
+Such a policy finds at each step what it wrote at the last one. A lane's last step may be many rows ago and at another
+position of the row, so what was written is kept by lane.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DONE: Key = ("next", "done")
 
 
 class PerLanePolicy(PolicyWrapper):
-    """`policy`, with a memory of so many lanes; those whose episode ended find zeros."""
+    """Runs `policy` with a memory of what it wrote for each lane; lanes whose episode ended find zeros."""
 
     policy: TensorDictPolicy
 
@@ -37,7 +37,7 @@ class PerLanePolicy(PolicyWrapper):
         count = int((ready >= 0).sum())
         lanes = ready[:count]
         if self._last is not None:
-            done, frame = self._last  # no frame: what came was the answer to a reset
+            done, frame = self._last  # a position without a frame held the answer to a reset
             self._forget(lanes[torch.from_numpy(done[:count] | ~frame[:count])])
         kept = {key: memory[lanes.to(memory.device)] for key, memory in self._kept.items()}
         values, now = self.policy.answer(tuple(value[:count] for value in inputs), kept, (count,))
@@ -50,17 +50,17 @@ class PerLanePolicy(PolicyWrapper):
         decided.outputs = tuple(column[:count] for column in row.outputs)
         self.policy.write(values, decided)
         for column in row.outputs:
-            column[count:] = column[0]  # nobody's, but looked through with the others when the rollout ends
+            column[count:] = column[0]  # these belong to no lane, but checks at the end of the rollout read them too
         assert row.mask is not None
         self._last = row.done, row.mask
 
     def end(self, slot: Slot, steps: int) -> None:
         done, mask = slot.arrays[_DONE], slot.arrays[MASK]
-        self._last = done[steps - 1, :, 0].copy(), mask[steps - 1].copy()  # before the slot is filled anew
+        self._last = done[steps - 1, :, 0].copy(), mask[steps - 1].copy()  # copies: the slot will be refilled
         super().end(slot, steps)
 
     def forget(self, lanes: Sequence[int]) -> None:
-        """All lanes begin anew: there is no other reset here."""
+        """Forget every lane: resets between rollouts always reset all asynchronous lanes."""
         self._kept.clear()
         self._last = None
 

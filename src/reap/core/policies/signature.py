@@ -1,4 +1,4 @@
-"""Signatures: what a user's callable takes, read from its parameters."""
+"""Signatures: find out from a callable's parameters what to call it with."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from reap.core.policies.exploration import FIXED
 from reap.errors import WrongArgument
 from reap.spec import Key, show_keys
 
-EXPLORATION = ("deterministic", "exploration_type")  # parameters that say how to act, not what is seen
-_OF_AGENTS = ("done", "terminated", "truncated", "mask")  # what a group of agents has beside its observations
+EXPLORATION = ("deterministic", "exploration_type")  # parameters that say how to act, not what is observed
+_AGENT_KEYS = ("done", "terminated", "truncated", "mask")  # keys that a group of agents has beside its observations
 
 
 def exploration_keywords(policy: Any, kind: InteractionType | None) -> dict[str, Any]:
-    """What a callable is told about how to act, by the parameters it has for that."""
+    """Return the keyword arguments that tell a callable how to explore, for those parameters that it has."""
     named = {p.name for p in _parameters(policy) or () if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return {name: value for name, value in zip(EXPLORATION, (kind in FIXED, kind)) if name in named}
 
 
 def bind_exploration(policy: Any, kind: InteractionType | None, call: Any = None, reads: Sequence[Key] = ()) -> Any:
-    """`policy`, or `call` in its place, which is told how to act where it has a parameter for that."""
+    """Return `policy`, or `call` in its place, with the exploration type bound to the parameters it has for that."""
     call, seen = policy if call is None else call, {key[-1] for key in reads}
     keywords = {name: value for name, value in exploration_keywords(policy, kind).items() if name not in seen}
     return functools.partial(call, **keywords) if keywords else call
@@ -41,7 +41,7 @@ def _parameters(policy: Any) -> list[inspect.Parameter] | None:
 
 
 def takes_tensordict(policy: Any) -> bool:
-    """One parameter, named or annotated as a TensorDict."""
+    """Return whether a callable takes one parameter, which is named or annotated as a TensorDict."""
     names = [p for p in _parameters(policy) or () if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     required = [p for p in names if p.default is p.empty] or names[:1]
     if len(required) != 1:
@@ -55,9 +55,9 @@ def takes_tensordict(policy: Any) -> bool:
 def match(
     policy: Any, observation: Sequence[Key], side: frozenset[Key] = frozenset(), carry: Sequence[Key] = ()
 ) -> list[Key]:
-    """Which keys a callable takes: by the names of its parameters; the only one left for the only one left.
+    """Return the keys a callable takes, by parameter names; a single unmatched parameter takes the single key left.
 
-    A nested key is named by its last part, where no other has the same.
+    A parameter is matched to a nested key by the key's last part, if no other key has the same last part.
     """
     if isinstance(policy, type):
         raise WrongArgument(
@@ -77,13 +77,13 @@ def match(
         required = [p for p in positional if p.default is p.empty]
         variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
     named: dict[str, Key] = {p.name: keys[p.name] for p in positional if p.name in keys}
-    strange = [p for p in required if p.name not in keys]
-    flags = {(*k[:-1], flag) for k in observation if len(k) > 1 and k[-1] == "done" for flag in _OF_AGENTS}
+    unmatched = [p for p in required if p.name not in keys]
+    flags = {(*k[:-1], flag) for k in observation if len(k) > 1 and k[-1] == "done" for flag in _AGENT_KEYS}
     others = [k for k in observation if k not in named.values() and k not in side and k not in flags]
-    if len(strange) == 1 and len(others) == 1:
-        named[strange[0].name] = others[0]
-        strange = []
-    if not strange and named:
+    if len(unmatched) == 1 and len(others) == 1:
+        named[unmatched[0].name] = others[0]
+        unmatched = []
+    if not unmatched and named:
         taken: list[Key] = []
         for p in positional:
             if p.name not in named:
@@ -97,7 +97,7 @@ def match(
         return [others[0], *carry]
     said = "unknown" if params is None else [p.name for p in params]
     declared = f", its carry {show_keys(carry)}" if carry else ""
-    state = f"carry = {{{strange[0].name!r}: first value of one lane}}" if strange and named else "carry = {…}"
+    state = f"carry = {{{unmatched[0].name!r}: first value of one lane}}" if unmatched and named else "carry = {…}"
     raise WrongArgument(
         f"cannot tell what policy {type(policy).__name__} reads: its parameters are {said}, the env's observations "
         f"{show_keys(observation)}{declared}. Name the parameters after the keys, declare a state that it remembers "

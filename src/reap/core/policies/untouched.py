@@ -1,4 +1,4 @@
-"""untouched: trying out a user's object without a trace."""
+"""untouched: try out a user's object without leaving a trace."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from reap.core.resume import generators, set_generators
 
 @contextlib.contextmanager
 def untouched(policy: Any) -> Iterator[None]:
-    """Put random generators, buffers and attributes back as they were; generators only where nobody else draws."""
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
-    objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
-    attributes = [(m, type(m), dict(vars(m))) for m in objects]
-    parts = [m for m in modules if isinstance(m, nn.Module)]
-    buffers = [(m, name, b, b.clone()) for m in parts for name, b in m.named_buffers(recurse=False)]
+    """Restore random generators, buffers and attributes on exit; generators only if no other thread draws from them."""
+    parts = stateful_parts(policy).values()
+    attributes = [(m, type(m), dict(vars(m))) for m in parts]
+    modules = [m for m in parts if isinstance(m, nn.Module)]
+    buffers = [(m, name, b, b.clone()) for m in modules for name, b in m.named_buffers(recurse=False)]
     drawn_from = None if is_shared() else generators()
     held = [value for _, _, before in attributes for value in before.values()]
     own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
@@ -32,7 +31,7 @@ def untouched(policy: Any) -> Iterator[None]:
     finally:
         for owner, kind, before in attributes:
             if type(owner) is not kind:
-                continue  # a lazy module has found its shape: that is not undone
+                continue  # a lazy module was initialised, which is not undone
             now = vars(owner)
             made = _registered(owner)
             before = {n: v for n, v in before.items() if n not in made}  # layers made on the first call stay
@@ -42,7 +41,7 @@ def untouched(policy: Any) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, value in buffers:
                 buffer.copy_(value)
-                if getattr(owner, name, None) is not buffer:  # another was put in its place
+                if getattr(owner, name, None) is not buffer:  # it was replaced by another tensor
                     setattr(owner, name, buffer)
         for generator, state in own:
             generator.set_state(state)
@@ -52,8 +51,18 @@ def untouched(policy: Any) -> Iterator[None]:
             set_generators(drawn_from)
 
 
+def stateful_parts(policy: Any) -> dict[str, Any]:
+    """Return a policy, or all modules in it, by path; without those that hold no attributes of their own."""
+    parts = dict(policy.named_modules()) if isinstance(policy, nn.Module) else {"": policy}
+    return {
+        path: part
+        for path, part in parts.items()
+        if hasattr(part, "__dict__") and not inspect.isroutine(part) and not inspect.isclass(part)
+    }
+
+
 def _registered(owner: Any) -> set[str]:
-    """The names under which a module holds layers, parameters and buffers."""
+    """Return the names under which a module holds layers, parameters and buffers."""
     if not isinstance(owner, nn.Module):
         return set()
     held = (owner.named_parameters, owner.named_buffers)
