@@ -1,9 +1,9 @@
-"""Evaluator: how good is a policy now? Whole episodes, with the weights of the moment of asking, here or meanwhile.
+"""Evaluator: measures a policy over whole episodes, with its weights at the time of the call, now or in the background.
 
     evaluate(step=k) ─────────────────────────────────────────► {"eval/reward": …, "eval/step": k}
     trigger_eval(step=k) ──► a thread collects, you go on ──► poll() / wait() ──► the same
 
-How exactly so many whole episodes are played is in episodes.py.
+episodes.py plays the episodes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from reap.video import FilmedEnv, filmed, films_of
 from reap.weights.local import copied
 
 _BUSY = ("skip", "error", "queue")
-_FRAMES = 1_000  # collected at a time, at most, unless told otherwise
+_FRAMES = 1_000  # the most frames collected at a time, unless `frames_per_batch` says otherwise
 _REWARD: Key = ("next", "reward")
 _SUMMED: Key = ("next", "episode_reward")  # where TorchRL's RewardSum has an episode's return
 _log = logging.getLogger("reap")
 
 
 class _Later(TypedDict, total=False):
-    """What TorchRL's takes and this one refuses, unless it is None."""
+    """Options of TorchRL's `Evaluator` that this one accepts only as None."""
 
     num_gpus: Any
     ray_kwargs: Any
@@ -70,30 +70,32 @@ class Evaluator:
 
     Args:
         env: an env, or a factory of one, as for `Collector`.
-        policy: acts; a copy of it, so that training can go on meanwhile.
-        policy_factory: makes the policy, in place of `policy`; called with the env, if it takes an argument.
-        num_trajectories: episodes per evaluation; lanes share them out evenly.
-        max_steps: cut episodes after so many steps; an env may count and cut for itself as well.
+        policy: the policy to measure. A copy of it acts, so that training can continue meanwhile.
+        policy_factory: makes the policy, in place of `policy`; called with the env if it has a required parameter.
+        num_trajectories: episodes per evaluation, divided evenly among the lanes.
+        max_steps: cut episodes after this many steps; the env may also count and cut them itself.
         frames_per_batch: frames collected at a time; None: `max_steps`, 1,000 at most.
-        collector_kwargs: further options of the collector. `traj_format` says how `metrics_fn` sees the episodes.
-        log_prefix: what the names of the metrics begin with.
-        reward_keys: where the reward is; by default the env's own, which of a PettingZoo group is ("next", "agents",
-            "reward"). An episode's return is the mean of its agents' returns. Where an env sums it up itself
-            (`RewardSum`), that is an episode's return.
-        done_keys: accepted, and changes nothing: episodes end where trajectories do.
+        collector_kwargs: further options of the collector. `traj_format` sets the layout in which `metrics_fn` gets
+            the episodes.
+        log_prefix: the prefix of the names of the metrics.
+        reward_keys: the key of the reward; by default the env's own: ("next", "agents", "reward") for a PettingZoo
+            group. The return of an episode is the mean of its agents' returns. If the env sums rewards itself
+            (`RewardSum`), its sum is the return.
+        done_keys: accepted and ignored: episodes end where trajectories do.
         device: where the policy acts.
         exploration_type: how the policy samples.
-        metrics_fn: takes the episodes that were played, `[num_trajectories, longest]` with `("collector", "mask")`, or
-            `[steps]` with `traj_format="cat"`; returns further metrics by name.
+        metrics_fn: receives the episodes, `[num_trajectories, longest]` with `("collector", "mask")`, or `[steps]` with
+            `traj_format="cat"`; returns further metrics by name.
         dump_video: write what the video recorders of a TorchRL env have recorded.
-        video_dir: film each evaluation's first episode of a Gymnasium env, which of several lanes is that of the first:
-            `<video_dir>/<log_prefix>_<step>.mp4`.
-        logger: one of `reap.loggers`, which is told the metrics of each evaluation, and shown its video.
-        on_result: called with the metrics of each evaluation, as a TensorDict, in the thread that evaluates. What it
-            raises is logged, and ends nothing.
-        busy_policy: what `trigger_eval` does while one is going on: "skip" it, raise an "error", or "queue".
+        video_dir: film the first episode of each evaluation (of the first lane, if there are several) of a Gymnasium
+            env: `<video_dir>/<log_prefix>_<step>.mp4`.
+        logger: one of `reap.loggers`; it receives the metrics and the video of each evaluation.
+        on_result: called with the metrics of each evaluation, as a TensorDict, in the thread that evaluates. An error
+            it raises is logged and stops nothing.
+        busy_policy: what `trigger_eval` does while an evaluation is running: "skip" the new one, raise an "error", or
+            "queue" it.
         backend: where episodes are played: "thread" (this process) or "process".
-        init_fn: called first in the process.
+        init_fn: called first in the worker process, with `backend="process"`.
     """
 
     def __init__(
@@ -168,19 +170,19 @@ class Evaluator:
         self._break_off: Callable[[], None] | None = self._player.breaker()
         self._one = threading.Lock()  # one evaluation at a time
         self._news = threading.Condition()  # guards the four below
-        self._thread: threading.Thread | None = None  # at work, or nobody
-        self._left = 0  # asked for and not answered yet
+        self._thread: threading.Thread | None = None  # plays queued evaluations; None while there are none
+        self._left = 0  # evaluations that were triggered and have no result yet
         self._queue: deque[tuple[dict[str, Any], Any]] = deque()
         self._results: deque[dict[str, Any] | BaseException] = deque()
         self._closed = False
-        self._steps = 0  # of evaluations that were given no number
-        self._elsewhere: str | None = None  # why it is not this process's own
+        self._steps = 0  # the number of the next evaluation that is given no `step`
+        self._elsewhere: str | None = None  # in a forked copy: why it cannot be used there
         guard(self)
 
     def _make_player(
         self, env: Any, max_steps: int | None, layout: str, options: Mapping[str, Any], *, process: bool
     ) -> EpisodePlayer:
-        """Return what plays the episodes: in a process of its own, or here."""
+        """Return the player of the episodes, in a process of its own or in this one."""
         lanes: Any = functools.partial(lanes_of, env, max_steps) if process else lanes_of(env, max_steps)
         with _at_rest(self._policy):
             return EpisodePlayer(
@@ -188,14 +190,14 @@ class Evaluator:
             )
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: its thread is not here, and its workers are its owner's."""
+        """Refuse every further use. Called in a forked process, whose copy owns no thread and no workers."""
         self._elsewhere, self._one, self._news = why, threading.Lock(), threading.Condition()
         self._thread, self._left = None, 0
         self._queue.clear()
         refuse_all(self, why)
 
     def _taken_over(self, options: dict[str, Any]) -> tuple[str, Callable[..., Any] | None]:
-        """What is done here with the episodes, in place of the collector: their layout, and what is made of them."""
+        """Remove `traj_format` and `postproc`, which apply to whole episodes here, from the options; return both."""
         layout = options.pop("traj_format", None) or "padded"
         one_of("collector_kwargs: traj_format", layout, ("padded", "cat"))
         given = options.pop("trajs_per_batch", None)
@@ -213,7 +215,7 @@ class Evaluator:
 
     @staticmethod
     def _policy_for(policy: Any, factory: Callable[..., Any] | None, env: Any) -> Any:
-        """Return a copy of the policy, or what the factory makes, of the env if it asks for it."""
+        """Return a copy of the policy, or the policy the factory makes, which is given the env if it takes one."""
         if factory is None:
             return copied(policy)
         if not _takes_one(factory):
@@ -222,7 +224,7 @@ class Evaluator:
         try:
             return factory(given)
         finally:
-            if given is not env:  # the one that is played lives elsewhere
+            if given is not env:  # it was made only for the factory; the worker process makes the one that is played
                 given.close()
 
     # ---- asking ---------------------------------------------------------------------------------------------------
@@ -230,10 +232,11 @@ class Evaluator:
     def evaluate(
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Play the episodes now; `weights` None: those of the policy given, as they are at this moment.
+        """Play the episodes now, and return the metrics.
 
-        `weights_dict` has weights by path, as `{"policy": …, "env.transform[0]": …}`. Where `step` is None evaluations
-        are numbered, from 0.
+        `weights`: the weights to play with; None: the current ones of the policy given to the constructor.
+        `weights_dict` holds weights by path, as `{"policy": …, "env.transform[0]": …}`. Evaluations without a `step`
+        are numbered from 0.
         """
         self._check_open()
         asked = self._asked(weights, weights_dict), self._numbered(step)
@@ -245,7 +248,7 @@ class Evaluator:
     def trigger_eval(
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
     ) -> bool:
-        """Play them in the background; False: one is going on, and this one is skipped."""
+        """Start an evaluation in the background; return False if it was skipped because another one is running."""
         self._check_open()
         if self.pending:
             if self._busy_policy == "error":
@@ -263,15 +266,15 @@ class Evaluator:
 
     @property
     def pending(self) -> bool:
-        """Whether an evaluation is going on or waiting."""
+        """Whether an evaluation is running or queued."""
         return self._left > 0
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
-        """The next result of the background, in order; None if none is there within `timeout` seconds."""
+        """Return the next result of the background, in order; None if there is none within `timeout` seconds."""
         return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """The next result, waited for; None if nothing is pending, or it took longer than `timeout` seconds."""
+        """Wait for the next result and return it; None if nothing is pending, or after `timeout` seconds."""
         self._check_owner()
         with self._news:
             self._news.wait_for(lambda: self._results or not self._left, timeout)
@@ -289,7 +292,7 @@ class Evaluator:
         while True:
             with self._news:
                 if not self._queue:
-                    self._thread = None  # with the lock held: whoever asks next starts another
+                    self._thread = None  # while holding the lock: the next `trigger_eval` starts a new thread
                     return
                 weights, step = self._queue.popleft()
             result: dict[str, Any] | BaseException
@@ -297,7 +300,7 @@ class Evaluator:
                 with self._one:
                     result = self._play(weights, step)
                 self._tell(result)
-            except (Exception, Halted) as error:  # raised where it is asked for
+            except (Exception, Halted) as error:  # `wait` raises it
                 result = error
                 if isinstance(error, Halted) or isinstance(error.__cause__, Halted):
                     result = WrongState("this evaluation was broken off: its Evaluator was shut down")
@@ -321,7 +324,7 @@ class Evaluator:
             _log.exception("Evaluator: on_result or logger raised; the evaluation counts all the same")
 
     def explain(self) -> str:
-        """How the policy is asked for its actions: what `exploration_type` comes to, and how env and policy are run.
+        """Explain how the policy chooses actions, given `exploration_type`, and how env and policy run.
 
         >>> print(evaluator.explain())
         exploration_type DETERMINISTIC: the policy's distributions give the action that each has for that
@@ -348,7 +351,7 @@ class Evaluator:
         return step
 
     def _asked(self, weights: Any, by_path: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Weights by path, as they are now."""
+        """Return the weights to play with, by path. Modules' weights are copied now, since training may change them."""
         if by_path is not None and not isinstance(by_path, Mapping):
             raise WrongArgument(f"weights_dict must be a mapping of paths to weights, got {type(by_path).__name__}")
         for path in by_path or ():
@@ -360,7 +363,8 @@ class Evaluator:
         taken = {
             path: self.extract_weights(one) if isinstance(one, nn.Module) else one
             for path, one in asked.items()
-            if isinstance(one, nn.Module) or path in (by_path or ()) or weights is not None  # a function has none
+            # A policy that is a function has no weights to take.
+            if isinstance(one, nn.Module) or path in (by_path or ()) or weights is not None
         }
         return {path: one for path, one in taken.items() if one is not None}
 
@@ -395,29 +399,29 @@ class Evaluator:
 
     @staticmethod
     def extract_weights(policy: nn.Module) -> TensorDictBase:
-        """A policy's weights as they are now, for `evaluate`."""
+        """Return a copy of a policy's current weights, for `evaluate`."""
         return TensorDict.from_module(policy).data.clone()
 
     # ---- state and end --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The collector's state; refused while something is pending."""
+        """Return the collector's state; raise `WrongState` while an evaluation is pending."""
         self._check_open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before state_dict()")
         return {"collector": self._player.collector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The counterpart of `state_dict`."""
+        """Load what `state_dict` returned; raise `WrongState` while an evaluation is pending."""
         self._check_open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before load_state_dict()")
         self._player.collector.load_state_dict(state_dict["collector"])
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Break off what is going on, after the step it is in; drop what waits; close the env. May be called twice.
+        """Break off a running evaluation after its current step, drop queued ones, close the env. May be called twice.
 
-        `timeout`: seconds to wait for that step (5 by default); then `WorkerSilent`, with its stack.
+        `timeout`: seconds to wait for that step (5 by default), after which `WorkerSilent` is raised, with its stack.
         """
         self._closed = True
         with self._news:
@@ -429,7 +433,7 @@ class Evaluator:
             if self._break_off is not None:
                 self._break_off()
             join(thread, DEADLINE if timeout is None else timeout, "the evaluating thread, whose env stays open,")
-        player, self._player, self._break_off = self._player, None, None  # its memory goes with it
+        player, self._player, self._break_off = self._player, None, None  # drop the references, to free the memory
         if player is not None:
             player.collector.shutdown()
 
@@ -450,7 +454,7 @@ class Evaluator:
 
 
 def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
-    """Raise for options that TorchRL's has and this one has not, and for those that nobody has."""
+    """Raise for unknown options, and for options of TorchRL's `Evaluator` that this one lacks."""
     unknown = [name for name in later if name not in _Later.__annotations__]
     if unknown:
         known = inspect.signature(Evaluator).parameters.keys() - {"later"}
@@ -462,7 +466,7 @@ def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
 
 
 def _takes_one(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory of policies wants the env: it has a parameter that must be given."""
+    """Return whether a policy factory takes the env: whether it has a required parameter."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -473,7 +477,7 @@ def _takes_one(factory: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def _at_rest(policy: Any) -> Iterator[None]:
-    """Inside, a policy's modules are in evaluation mode; afterwards in whichever each was."""
+    """Put a policy's modules into evaluation mode for the block, and back into their former modes after it."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
     modes = [module.training for module in modules]
     if isinstance(policy, nn.Module):
@@ -486,7 +490,7 @@ def _at_rest(policy: Any) -> Iterator[None]:
 
 
 def _reward_in(episodes: TensorDictBase, wanted: Key) -> Key:
-    """Where the reward of these episodes is: at the key that was named, or by default at the only one there is."""
+    """Return the key of the reward in these episodes: the one that was named, or by default the only one there is."""
     found = [key for key in map(as_key, episodes.keys(True, True)) if key[0] == "next" and key[-1] == _REWARD[-1]]
     if any(episodes.get(key, None) is not None for key in (wanted, _SUMMED)):
         return wanted
@@ -499,7 +503,7 @@ def _reward_in(episodes: TensorDictBase, wanted: Key) -> Key:
 
 
 def _scores(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[float]]:
-    """Return and length of each episode."""
+    """Compute the return and the length of each episode."""
     mask = own_entry(episodes, MASK)
     if mask is None:
         sizes = episodes.get(TRAJ_IDS).unique_consecutive(return_counts=True)[1].tolist()
@@ -530,20 +534,20 @@ def record_video(
     seed: int | None = None,
     fps: float | None = None,
 ) -> dict[str, Any]:
-    """Film a policy playing whole episodes; returns their mean return and length, by name, and where the video is.
+    """Film a policy playing whole episodes; return their metrics by name, and the path of the video.
 
     >>> record_video("CartPole-v1", policy, "play.mp4")["reward"]
 
     Args:
         env: a Gymnasium id, an env made with `render_mode="rgb_array"`, a `GymEnv` of one, or a factory of either.
-        policy: as for `Collector`; None plays random actions. It is asked for its deterministic action, in evaluation
-            mode; a policy that samples all the same is told of in a warning.
+        policy: as for `Collector`; None plays random actions. It plays deterministically, in evaluation mode; a warning
+            says so if it samples nevertheless.
         path: the mp4 file.
-        episodes: how many, one after another in one video.
-        max_steps: cut episodes after so many steps.
-        deterministic: False: as it acts in training.
-        seed: of the env and of the policy's noise. The random generators of your program are put back afterwards.
-        fps: frames per second; None: as the env says.
+        episodes: how many episodes, one after another in one video.
+        max_steps: cut episodes after this many steps.
+        deterministic: False: the policy samples as in training.
+        seed: seeds the env and the policy's noise. The random generators of your program are restored afterwards.
+        fps: frames per second; None: what the env says.
     """
     kind = InteractionType.DETERMINISTIC if deterministic else InteractionType.RANDOM
     before = None if seed is None else generators()
@@ -572,7 +576,7 @@ def record_video(
 
 
 def _only_film(collector: Any) -> FilmedEnv:
-    """The one lane that is filmed; an error where others would play episodes that nobody sees."""
+    """Return the one filmed env; raise if there are more lanes, whose episodes nobody would see."""
     lanes = collector.env
     if lanes.spec.lanes > 1:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Every option of every collector: declared once, documented once, checked once."""
+"""Options: every option of every collector, declared, documented and checked in one place."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LEGACY = {
     "passing_devices": "storing_device",
     "exploration_mode": "exploration_type",
 }
-_MODELS = ("policy", "env", "postproc")  # that weights can be sent to
+_MODELS = ("policy", "env", "postproc")  # where a model's path can begin, for weights that are sent to it
 _LATER = {
     "collector_class",
     "weight_recv_schemes",
 }
-# Only where workers are processes of their own.
+# Options of collectors whose workers are processes of their own.
 WORKERS_ONLY = frozenset(
     {
         "cat_results",
@@ -48,8 +48,8 @@ WORKERS_ONLY = frozenset(
         "start_method",
     }
 )
-_OF_PARALLEL_ENVS = ("timeout", "start_method", "num_sub_threads")  # of these, what `ParallelEnv` takes too
-# What somebody means whose word is near another one.
+_OF_PARALLEL_ENVS = ("timeout", "start_method", "num_sub_threads")  # those of `WORKERS_ONLY` that `ParallelEnv` takes
+# Hints for unknown names, where the most similar option is not the one that is meant.
 _WORKERS = "; worker processes are MultiSyncCollector([make_env] * 2, …), or Collector(…, num_collectors=2)"
 _MEANT = {"num_workers": _WORKERS, "n_workers": _WORKERS}
 _FLAGS = (
@@ -69,7 +69,7 @@ _FLAGS = (
     "hooks_in_workers",
 )
 T = TypeVar("T")
-# Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
+# Accepted and ignored, so that scripts run unchanged: they tune TorchRL's implementation and do not change the data.
 _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "auto_register_policy_transforms")
 
 
@@ -218,7 +218,7 @@ class Options:
             function(name, getattr(self, name))
         for name in _FLAGS:
             flag(name, getattr(self, name), none=True)
-        self.names  # noqa: B018  # what is wrong with it is told here
+        self.names  # noqa: B018  # raises if `out_keys` is invalid
         mapping("create_env_kwargs", self.create_env_kwargs)
         for name in ("compile_policy", "cudagraph_policy"):
             value = getattr(self, name)
@@ -235,7 +235,8 @@ class Options:
         if self.failure_dir is not None:
             if not isinstance(self.failure_dir, (str, os.PathLike)) or not str(self.failure_dir):
                 raise WrongArgument(f"failure_dir must be a directory or None, got {self.failure_dir!r}")
-            object.__setattr__(self, "failure_dir", os.path.abspath(self.failure_dir))  # workers may be elsewhere
+            # Workers may have another working directory.
+            object.__setattr__(self, "failure_dir", os.path.abspath(self.failure_dir))
         if self.contiguous is not None and not isinstance(self.contiguous, bool):
             raise WrongArgument(f"contiguous must be True, False or None, got {self.contiguous!r}")
         if self.compact_obs and (self.split_trajs or self.return_same_td):
@@ -328,7 +329,7 @@ class Options:
 
     @property
     def devices(self) -> tuple[torch.device | None, torch.device | None]:
-        """Policy device and storing device, filled in from the others."""
+        """The policy device and the storing device, with defaults from the other device options."""
         common = self._device("device")
         policy = self._device("policy_device") or common
         env = self._device("env_device") or common
@@ -339,48 +340,48 @@ class Options:
 
     @property
     def env_devices(self) -> tuple[torch.device | None, torch.device | None]:
-        """The device of everything, and that of the env, filled in from it."""
+        """The common `device`, and the env's device, which defaults to it."""
         common = self._device("device")
         return common, self._device("env_device") or common
 
     @property
     def contiguous_batches(self) -> bool | None:
-        """`contiguous`, but not for rows that go into a buffer unseen: they are copied there anyway."""
+        """`contiguous`; False for rows that no user code sees before a buffer, which copies them anyway."""
         unseen = self.postproc is None and self.post_collect_hook is None
         return False if self.replay_buffer is not None and unseen else self.contiguous
 
     @property
     def total(self) -> int | float:
-        """Frames to deliver in all; infinite when endless."""
+        """The number of frames to deliver in all; infinite if there is no limit."""
         return float("inf") if self.total_frames is None or self.total_frames < 0 else self.total_frames
 
     @property
     def weight_transport(self) -> WeightTransport | None:
-        """The way weights take that was chosen by hand."""
+        """The weight transport that `weight_sync_schemes` chooses for the policy; None if it chooses none."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
         if scheme is not None and scheme.transport != "none" and own_strategy(scheme.strategy) is not None:
-            return "per_worker"  # what a user's own strategy makes of weights goes to each worker by itself
+            return "per_worker"  # a user's own strategy may extract anything, which is sent to each worker separately
         return None if scheme is None else scheme.transport
 
     def strategy(self, model: str = "policy") -> Any:
-        """The user's own strategy for weights of this model; None if they travel as they are."""
+        """Return the user's own strategy for the weights of this model; None if there is none."""
         scheme = (self.weight_sync_schemes or {}).get(model)
         return None if scheme is None or scheme.transport == "none" else own_strategy(scheme.strategy)
 
     @property
     def first_weights(self) -> Any:
-        """The weights a scheme was given for the policy before the collector was made; for all, or a dict by worker."""
+        """The policy's first weights, given to its scheme before the collector was made; for all, or by worker."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
         return None if scheme is None else scheme.first
 
     @property
     def failures(self) -> FailurePolicy:
-        """What is done about workers that fail."""
+        """The policy for workers that fail."""
         return failure_policy(self.on_failure, self.max_restarts, self.restart_window, self.on_restart)
 
     @property
     def random_frames(self) -> int:
-        """Frames to collect with random actions."""
+        """The number of frames to collect with random actions."""
         return max(self.init_random_frames or 0, 0)
 
     @property
@@ -396,16 +397,16 @@ class Options:
 
     @property
     def compiling(self) -> dict[str, Any] | None:
-        """Arguments for torch.compile, or None."""
+        """The arguments for torch.compile; None if the policy is not compiled."""
         if not self.compile_policy:
             return None
         return dict(self.compile_policy) if isinstance(self.compile_policy, Mapping) else {}
 
 
 def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = frozenset()) -> Options:
-    """Keywords as Options. Legacy names warn, unknown names are errors that say the nearest.
+    """Return keywords as `Options`. Legacy names cause a warning, unknown names an error that suggests the nearest one.
 
-    `without` names the options this owner does not have.
+    `without` names the options that the collector `owner` does not have.
     """
     given = dict(given)
     for old, new in _LEGACY.items():
@@ -435,7 +436,7 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
 
 
 def _why_without(name: str) -> str:
-    """Why a collector does not have an option that others have."""
+    """Return the reason why a collector lacks an option that other collectors have."""
     if name not in WORKERS_ONLY:
         return "its lanes are not in step"
     also = ". An env that is stepped in processes takes it itself: ParallelEnv(…, {0}=…)" * (name in _OF_PARALLEL_ENVS)
@@ -443,12 +444,12 @@ def _why_without(name: str) -> str:
 
 
 def listed(value: Any) -> bool:
-    """Whether this is a list with an entry for each worker: Python's own, or a configuration file's."""
+    """Return whether this is a list with an entry for each worker: any sequence, so that configuration files work."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def option_docs() -> dict[str, str]:
-    """What each option means, by name: the lines under "Args:" above, each as one."""
+    """Return the description of each option, by name: the lines under "Args:" above, joined."""
     found: dict[str, str] = {}
     name = ""
     for line in inspect.cleandoc(Options.__doc__ or "").partition("Args:\n")[2].splitlines():
@@ -463,15 +464,15 @@ def option_docs() -> dict[str, str]:
 def shows_options(
     *, without: Set[str] = frozenset(), more: type | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """Decorate a collector: `help`, `inspect.signature` and notebooks show every option it takes, with its meaning.
+    """Decorate a collector so that `help`, `inspect.signature` and notebooks show every option it takes, described.
 
-    Editors and type checkers, which run nothing, find the same in `reap.collectors.keywords`. `without` names options
-    it does not take; `more` is a TypedDict with keywords that it takes besides, and `defaults` what they are by
-    default, where that is not None.
+    Editors and type checkers, which run no code, find the same in `reap.collectors.keywords`. `without` names options
+    that the collector does not take; `more` is a TypedDict with further keywords that it takes, and `defaults` holds
+    their default values other than None.
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        if made := {"__new__", "__init__"} & vars(cls).keys():  # else it shows those of its base
+        if made := {"__new__", "__init__"} & vars(cls).keys():  # else the class shows its base's signature
             shown = _signature(cls.__init__, without, getattr(more, "__annotations__", {}), defaults or {})
             for name in made:
                 getattr(cls, name).__signature__ = shown
@@ -490,7 +491,7 @@ def shows_options(
 def _signature(
     init: Callable[..., Any], without: Set[str], more: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> inspect.Signature:
-    """`init`'s own parameters and every option it takes, what must be given first."""
+    """Return a signature of `init`'s own parameters and every option it takes, required ones first."""
     own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
     shown = [

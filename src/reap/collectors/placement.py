@@ -1,4 +1,4 @@
-"""Placement: where the workers of a collector live, how they are reached, and who brings rollouts to a buffer."""
+"""Placement: where the workers of a collector live, how they are reached, and which process writes to a buffer."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from reap.errors import UsageError
 
 
 class Placement:
-    """Workers are processes of this machine, and share memory with this one. Others live elsewhere: see subclasses."""
+    """Places workers in processes of this machine that share memory with this one; subclasses place them elsewhere."""
 
-    pack: ClassVar[Callable[..., Any]] = staticmethod(pack)  # how what users give is packed for the workers
+    pack: ClassVar[Callable[..., Any]] = staticmethod(pack)  # pickles users' objects for the workers
     preempts: ClassVar[bool] = True  # whether rollouts can be cut short
-    workers_go_on: ClassVar[bool] = True  # whether workers that write into a buffer collect on by themselves
-    options_by_worker: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
-    update_interval = -1  # the collector sends weights after so many batches; -1: when asked
+    workers_go_on: ClassVar[bool] = True  # whether workers that write to a buffer collect without being asked
+    options_by_worker: Sequence[Mapping[str, Any]] | None = None  # the options of each worker, if they differ
+    update_interval = -1  # the collector sends weights after this many batches; -1: only when the user says so
 
     def workers_write(self, buffer: Any) -> bool:
-        """Return whether workers write into this buffer themselves: reap's own does not mind who writes."""
+        """Return whether workers write to this buffer themselves: any process can write to reap's own."""
         return isinstance(buffer, ReplayBuffer)
 
     def transport(self, plans: Sequence[Any], options: Options) -> Transport:
-        """Return how workers with these plans are reached."""
+        """Return the transport that reaches workers with these plans."""
         buffer = options.replay_buffer
         fds = buffer.handle()[0] if isinstance(buffer, ReplayBuffer) else ()
         return SharedMemoryTransport(start_method=options.start_method, buffer=fds)
 
     def writer(self, options: Options) -> Any:
-        """Return what makes the writers of workers that write into the buffer themselves; None where these do not."""
+        """Return the factory of the workers' buffer writers; None if workers do not write to the buffer themselves."""
         buffer = options.replay_buffer
         if not self.workers_write(buffer):
             return None
@@ -52,14 +52,14 @@ class Placement:
         return maker
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
-        """Return what runs inside each of so many workers, if that is more than one loop."""
+        """Return the processes inside each of this many workers; None if a worker is a single loop."""
         return None
 
 
 class InlinePlacement(Placement):
-    """Workers are in this process, wherever those of the placement it stands for would be."""
+    """Places workers in this process, for debugging, in place of another placement."""
 
-    workers_go_on = False  # a thread of this process takes their rollouts, one after another
+    workers_go_on = False  # in the background, a thread of this process takes their rollouts one after another
 
     def __init__(self, instead_of: Placement) -> None:
         self._of = instead_of
@@ -67,7 +67,7 @@ class InlinePlacement(Placement):
         self.options_by_worker, self.update_interval = instead_of.options_by_worker, instead_of.update_interval
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only the other one knows."""
+        """Return an attribute of the replaced placement."""
         return getattr(self._of, name)
 
     def workers_write(self, buffer: Any) -> bool:
@@ -86,7 +86,7 @@ class InlinePlacement(Placement):
 
 
 class _WriterHere:
-    """Makes a worker's writer: its own copies of hooks and postproc, the collector's own buffer."""
+    """Makes a worker's writer in this process: copies of hooks and postproc, and the collector's own buffer."""
 
     def __init__(self, options: Options) -> None:
         self._packed, self._buffer = pack(WriteOptions.of(options), "postproc"), options.replay_buffer

@@ -1,7 +1,7 @@
-"""`collector_kwargs`: options of the workers' collectors, for all of them or, as a list, for each; merged with our own.
+"""`collector_kwargs`: options for all workers or, as a list, for each one, merged with the collector's own options.
 
-An option given to the collector itself holds before the same one in `collector_kwargs`, as with TorchRL; hooks,
-`trust_policy` and `trajs_per_batch` hold the other way round, and two `postproc`s are called one after the other.
+As with TorchRL, an option given to the collector itself overrides the same one in `collector_kwargs`. For hooks,
+`trust_policy` and `trajs_per_batch` it is the other way round, and two `postproc`s are called one after the other.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from reap.errors import UsageError, WrongArgument
 
-# Those of which `collector_kwargs` has the last word.
+# Options for which `collector_kwargs` overrides the collector itself.
 _THEIRS = ("pre_collect_hook", "post_collect_hook", "trust_policy", "no_cuda_sync", "trajs_per_batch")
-# Those in which workers can differ: what their envs, policies and loops are made from.
+# Options in which workers can differ: what their envs, policies and loops are made from.
 _EACH = (
     "create_env_kwargs",
     "policy_factory",
@@ -36,9 +36,9 @@ _MISSING = object()
 def merged(
     options: Mapping[str, Any], given: Any, own: Collection[str]
 ) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-    """Options for all workers, and those of each where a list of `collector_kwargs` makes a difference.
+    """Return the options for all workers, and a list with the options in which the workers differ (None: in none).
 
-    `own` names arguments that belong to the collector over all workers and to no worker's.
+    `own` names arguments of the collector itself, which `collector_kwargs` must not hold.
     """
     if given is None:
         return dict(options), None

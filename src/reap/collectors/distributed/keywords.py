@@ -1,4 +1,4 @@
-"""Keywords: what collectors over several machines can be told besides, as editors and type checkers see it."""
+"""Keywords: further options of collectors over several machines, for editors and type checkers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULTS = {"update_after_each_batch": False, "max_weight_update_interval": -1, 
 
 
 class RemoteCollectorOptions(MultiCollectorOptions, total=False):
-    """What every collector with remote workers can be told."""
+    """Options of every collector with remote workers."""
 
     sync: bool | None
     """True: a batch holds a rollout of every worker. False (the default): of one, first come first served."""
@@ -33,7 +33,7 @@ class RemoteCollectorOptions(MultiCollectorOptions, total=False):
 
 
 class RayCollectorOptions(RemoteCollectorOptions, total=False):
-    """What `RayCollector` can be told."""
+    """Options of `RayCollector`."""
 
     num_collectors: int | None
     """How many actors, where `create_env_fn` is one factory for all."""
@@ -46,7 +46,7 @@ class RayCollectorOptions(RemoteCollectorOptions, total=False):
 
 
 class LaunchedCollectorOptions(RemoteCollectorOptions, total=False):
-    """What collectors can be told whose workers are launched, or join."""
+    """Options of collectors whose workers are started by a launcher, or join."""
 
     launcher: Literal["mp", "join", "submitit", "submitit_delayed"] | None
     """"mp": processes of this machine. "join" or None: wait for `python -m reap.join`, started on each machine.
@@ -66,14 +66,14 @@ class LaunchedCollectorOptions(RemoteCollectorOptions, total=False):
 
 
 class DistributedCollectorOptions(LaunchedCollectorOptions, total=False):
-    """What `DistributedCollector` can be told."""
+    """Options of `DistributedCollector`."""
 
     update_interval: int | None
     """Another name for `max_weight_update_interval`."""
 
 
 class RPCCollectorOptions(LaunchedCollectorOptions, total=False):
-    """What `RPCCollector` can be told."""
+    """Options of `RPCCollector`."""
 
     tensorpipe_options: Mapping[str, Any] | None
     """For torch's `TensorPipeRpcBackendOptions`."""

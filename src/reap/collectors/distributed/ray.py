@@ -1,4 +1,4 @@
-"""RayCollector: workers that are Ray actors."""
+"""RayCollector: collects with workers that are Ray actors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reap.collectors.options import Options, listed, shows_options
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 from reap.failures import FailurePolicy
 
-_GPU_SHARE = 0.2  # of an actor whose policy is on one
+_GPU_SHARE = 0.2  # the share of a GPU for an actor whose policy runs on one
 _ELSEWHERE = {
     "use_env_creator": "env factories travel as they are",
     "weight_recv_schemes": "this collector sends weights, with weight_sync_schemes; it is nobody's worker",
@@ -28,7 +28,7 @@ _ELSEWHERE = {
 
 
 class _RayPlacement(RemotePlacement):
-    """Workers are actors of a Ray cluster, which are asked for each rollout."""
+    """Places workers in actors of a Ray cluster, which are asked for each rollout."""
 
     workers_go_on = False
     own = {
@@ -46,7 +46,7 @@ class _RayPlacement(RemotePlacement):
         return RayActorTransport(cluster=cluster, resources=_resources(self.given["remote_configs"], plans))
 
     def workers_write(self, buffer: Any) -> bool:
-        """Where the buffer is an actor."""
+        """Return whether actors write to the buffer themselves: whether the buffer is an actor too."""
         return getattr(buffer, "service_backend", None) == "ray"
 
     def writer(self, options: Options) -> Any:
@@ -72,11 +72,12 @@ class RayCollector(MultiCollector):
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per actor; or one, with `num_collectors`.
         policy: as for `Collector`. Actors get copies; `update_policy_weights_` puts new weights once for all.
-        sync: True: a batch holds a rollout of every actor. False (the default): of one, first come first served.
-        **options: `num_collectors`; `ray_init_config`, a mapping for `ray.init` (`{"address": "auto"}`: a cluster that
-            runs); `remote_configs`, resources and placement of an actor, or a list with those of each; `restart`, True
-            to replace actors that die (`stats()["restarts"]` counts them); `replay_buffer`, of this process, or a
-            `reap.data.RayReplayBuffer` actors write to themselves; further see `FarCollector`.
+        sync: True: a batch holds a rollout of every actor. False (the default): a batch is one actor's rollout, first
+            come first served.
+        **options: `num_collectors`; `ray_init_config`, a mapping for `ray.init` (`{"address": "auto"}` connects to a
+            running cluster); `remote_configs`, resources and placement of an actor, or a list with those of each;
+            `restart`, True to replace actors that die (`stats()["restarts"]` counts them); `replay_buffer`, of this
+            process, or a `reap.data.RayReplayBuffer`, to which actors write themselves; for others see `FarCollector`.
     """
 
     _placement: _RayPlacement
@@ -132,7 +133,7 @@ class RayCollector(MultiCollector):
 
     @property
     def remote_collectors(self) -> list[Any]:
-        """The actors, as Ray knows them."""
+        """The Ray handles of the actors."""
         return [connection_of(worker, RayConnection).actor for worker in self._backend.workers]
 
     def add_collectors(
@@ -143,17 +144,17 @@ class RayCollector(MultiCollector):
         collector_kwargs: Any = None,
         remote_configs: Any = None,
     ) -> None:
-        """More actors, one for each env factory. They have the options, and the latest weights, of those before.
+        """Add actors, one for each env factory, with the options and the latest weights of the existing ones.
 
         >>> collector.add_collectors([make_env] * 2)
 
-        From the next batch on, a collector in step delivers their lanes too.
+        A synchronous collector delivers their lanes from the next batch on.
 
         Args:
             create_env_fn: a list with one env factory per new actor.
-            num_envs: `num_workers_per_collector`, which is as it was.
-            policy: the collector's own; others would need other weights.
-            collector_kwargs: none: options are as they were.
+            num_envs: must be the collector's `num_workers_per_collector`, if given.
+            policy: must be the collector's own policy, if given: another one would need other weights.
+            collector_kwargs: must be empty: new actors have the options of the existing ones.
             remote_configs: resources and placement of a new actor, or a list with those of each.
         """
         makers = list(create_env_fn) if listed(create_env_fn) else [create_env_fn]
@@ -177,7 +178,7 @@ class RayCollector(MultiCollector):
         self._learn_sizes()
 
     def stop_remote_collectors(self) -> None:
-        """End all actors; the collector is closed then."""
+        """End all actors, and close the collector."""
         self.shutdown()
 
     def shutdown(
@@ -188,10 +189,10 @@ class RayCollector(MultiCollector):
         *,
         shutdown_ray: bool | None = None,
     ) -> None:
-        """As for every collector. A cluster that was started by reap ends with the last who uses it.
+        """End the actors and close the collector, like every collector's `shutdown`; see there.
 
-        `shutdown_ray`: True: disconnect from the cluster now, whoever else uses it. False: stay connected, also where
-        nobody does.
+        A Ray cluster that reap started ends with the last collector that uses it. `shutdown_ray`: True: disconnect from
+        the cluster now, even if others in this process use it. False: stay connected, even if none does.
         """
         if hasattr(self, "_backend") and isinstance(self._backend.transport, RayActorTransport):
             self._ray.end_cluster = shutdown_ray
@@ -203,27 +204,30 @@ class RayCollector(MultiCollector):
         *,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """As for every collector. Asks nobody, so there is no `timeout` to wait for."""
+        """Return statistics, like every collector's `stats`. `timeout` is ignored: no actor has to answer."""
         return super().stats(workers)
 
 
 @MultiSyncCollector.register
 class RaySyncCollector(RayCollector):
-    """Every batch holds a rollout of each actor, all made by the same weights. See `RayCollector`."""
+    """Collects with Ray actors in step: a batch holds a rollout of each, all made by the same weights.
+
+    See `RayCollector`.
+    """
 
     _sync = True
 
 
 @MultiAsyncCollector.register
 class RayAsyncCollector(RayCollector):
-    """Every batch is one actor's rollout; actors go on while the consumer works. See `RayCollector`."""
+    """Collects with Ray actors that continue while you learn: a batch is one actor's rollout. See `RayCollector`."""
 
     _sync = False
 
 
 @dataclasses.dataclass(frozen=True)
 class _WriterMaker:
-    """Makes an actor's writer, there."""
+    """Makes an actor's buffer writer, in the actor."""
 
     options: WriteOptions
     client: Any
@@ -233,7 +237,7 @@ class _WriterMaker:
 
 
 def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> list[Mapping[str, Any]]:
-    """What each actor asks of the cluster. A list for those before says nothing of new ones, but for its last entry."""
+    """Return the Ray options of each actor. With `extend`, new actors get the last entry of a list for earlier ones."""
     if configs is None or isinstance(configs, Mapping):
         each = [configs] * len(plans)
     elif not listed(configs):

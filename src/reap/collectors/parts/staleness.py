@@ -1,17 +1,17 @@
-"""A policy that is trained here while copies of it act elsewhere, and nobody sends them its weights.
+"""Staleness: warns when a policy is trained here while its copies elsewhere act and never receive its new weights.
 
-    batch taken ─► counters, identities, a few numbers ─► as they were? nothing
-                                  └─► moved ─► checksum of all values ─► the same? nothing
-                                                        └─► other ─► three batches in a row: said once
+    batch taken ─► counters, identities, a few values ─► unchanged? nothing
+                                  └─► changed ─► checksum of all values ─► the same? nothing
+                                                          └─► different ─► three batches in a row: one warning
 
-Workers that share the learner's memory need no update; reap's act with copies, so that no batch mixes two versions. A
-script written for the former would train on data of the first weights for ever. Who trains is seen in the parameters:
-torch counts what is written to each; what is written behind its back (`parameter.data`) shows in a number of each, and
-layers that are replaced are other objects. The cost is a few microseconds per batch, and nothing once all workers were
-sent weights.
+Workers that share the learner's memory need no update. reap's workers act with copies, so that no batch mixes two
+versions. A script written for shared memory would train on data of the first weights for ever. Training shows in the
+parameters: torch counts the writes to each, one value each of a few of them shows writes that torch does not count
+(through `parameter.data`), and replaced layers are other objects. A check takes a few microseconds per batch, and none
+is made once all workers were sent weights.
 
-In the background nobody knows how much is trained between two rollouts, so that a first update may come late: there it
-takes a hundred rollouts, or that it ends without one.
+In the background it is not known how much is trained between two rollouts, so a first update may come late. There the
+warning takes a hundred rollouts, or that the run ends without an update.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ from torch.nn.parameter import is_lazy
 from reap._foreign import torch_internals
 from reap.errors import warn
 
-_WATCHED = 256  # parameters, evenly among all
-_READ = 8  # of them a number each
-_PATIENCE = 3  # batches in a row
-_IN_BACKGROUND = 100  # rollouts
-_DEEP = 4  # callables inside of callables
+_WATCHED = 256  # parameters that are watched, spread evenly over all
+_READ = 8  # watched parameters of which one value is read at every check
+_PATIENCE = 3  # batches in a row with old weights, before the warning
+_IN_BACKGROUND = 100  # rollouts with old weights, before the warning in the background
+_DEEP = 4  # levels of callables inside callables that are searched for modules
 _END = (None,)
 
 
 class StalenessWatch:
-    """Looks at a policy's parameters whenever a batch is taken; warns once if they go on without the copies'.
+    """Checks a policy's parameters whenever a batch is taken; warns once if they change while its copies do not.
 
-    `workers` is how many copies there are. Modules that a function, a method or a partial holds are watched, too.
+    `workers` is the number of copies. Modules that a function, a method or a partial holds are watched too.
     """
 
     def __init__(self, policy: Any, *, who: str, remedy: str, workers: int = 1) -> None:
         self._modules = modules_in(policy)
         self._who, self._remedy = who, remedy
-        self._left = set(range(workers))  # workers that were not sent any
+        self._left = set(range(workers))  # workers that were never sent weights
         self._all = workers
         self._patience, self._told = _PATIENCE, False
         self.rebase()
 
     @property
     def useful(self) -> bool:
-        """Whether there is anything that could change."""
+        """Whether the policy has any parameters that could change."""
         return bool(self._parameters)
 
     def rebase(self) -> None:
-        """The copies are as the policy is now."""
-        self._behind = self._possible = 0  # rollouts that are of old weights, and that may be
-        self._other = False  # what the last checksum said
+        """Start over with the policy's current values: the copies have the same ones now."""
+        self._behind = self._possible = 0  # rollouts with old weights: the certain ones, and all possible ones
+        self._other = False  # whether the last checksum differed
         self._find()
         self._sums = self._checksum()
 
     def sent(self, workers: Iterable[int] | None) -> bool:
-        """Weights were sent to these workers, or to all; whether there are others left to be watched for."""
+        """Note that weights were sent to these workers, or to all (None); return whether other workers are left."""
         self._left -= self._left if workers is None else set(workers)
-        self._patience = max(_PATIENCE, self._all + 1)  # they may take turns
+        self._patience = max(_PATIENCE, self._all + 1)  # the learner may update one worker per batch, in turns
         return bool(self._left)
 
     def _find(self) -> None:
-        """Note which parameters there are, and by which steps they are reached: replaced, they are others."""
+        """Store which parameters there are, and the dictionaries that hold them, to notice replaced ones later."""
         every = list(self._every())
         self._parameters = every[:: max(1, -(-len(every) // _WATCHED))]
-        if not torch_internals.SEES_REPLACED:  # all values are compared each time
+        if not torch_internals.SEES_REPLACED:  # then `changed` compares the checksum each time
             return
         self._read = [p for p in self._parameters if p.numel()][-_READ:]
         parts = [part for module in self._modules for part in module.modules()]
@@ -94,14 +94,14 @@ class StalenessWatch:
         return sum(map(torch_internals.version_of, self._parameters)), [_number(p) for p in self._read]
 
     def _checksum(self) -> list[int]:
-        """Of every parameter's bits: the same for the same values, wherever they lie."""
+        """Return one sum of the bits of each parameter: equal values have equal sums, on any device."""
         sums = [_bits(p.detach()).sum(dtype=torch.int64) for p in self._every()]
         if len({one.device for one in sums}) == 1:
-            return torch.stack(sums).tolist()  # of a GPU all at once
+            return torch.stack(sums).tolist()  # one transfer from a GPU for all
         return [int(one) for one in sums]
 
     def changed(self) -> bool:
-        """Return whether the policy is another than the copies are."""
+        """Return whether the policy's values differ from those of its copies."""
         if torch_internals.SEES_REPLACED:
             held = chain(chain.from_iterable(map(dict.values, self._holders)), _END)
             if all(map(operator.is_, held, self._held)) and self._look() == self._seen:
@@ -111,7 +111,7 @@ class StalenessWatch:
         return self._other
 
     def batch_taken(self) -> None:
-        """One more batch; what was made by old weights three times in a row is told."""
+        """Check after one more batch; warn if three in a row (`_patience`) were collected with old weights."""
         if self._told:
             return
         self._behind = self._behind + 1 if self.changed() else 0
@@ -119,7 +119,7 @@ class StalenessWatch:
             self._tell(f"{self._behind} batches in a row")
 
     def made_in_background(self, rollouts: int) -> None:
-        """So many more were made since the last time; `tell_background` says what that comes to."""
+        """Count this many more rollouts of the background; `tell_background` decides whether to warn."""
         if not self._told and rollouts:
             before = self._other
             if self.changed():
@@ -127,7 +127,7 @@ class StalenessWatch:
                 self._possible += rollouts
 
     def tell_background(self, *, ended: bool = False) -> None:
-        """Say it, if it is time. `ended`: nobody will send weights any more, so that a few rollouts are enough."""
+        """Warn if there were enough rollouts. `ended`: no weights will be sent any more, so a few rollouts suffice."""
         found, enough = (self._possible, self._patience) if ended else (self._behind, _IN_BACKGROUND)
         if not self._told and found >= enough:
             self._tell("for all that was made in the background" if ended else f"{found} rollouts in the background")
@@ -145,7 +145,7 @@ class StalenessWatch:
 
 
 def modules_in(policy: Any) -> list[nn.Module]:
-    """The modules a policy consists of: itself, or those that a function, a method, a partial or an object calls."""
+    """Return the modules of a policy: itself, or those that a function, method, partial or callable object uses."""
     found: dict[int, nn.Module] = {}
     _gather(policy, found, set(), _DEEP)
     return list(found.values())
@@ -178,7 +178,7 @@ def _gather(thing: Any, found: dict[int, nn.Module], seen: set[int], depth: int)
 
 
 def _used_by(function: Any, owner: Any) -> list[Any]:
-    """Return what a method, and the methods it calls, name of their object."""
+    """Return the attributes of `owner` that a method, and the methods it calls, mention by name."""
     if isinstance(owner, nn.Module):
         return [owner]
     names: set[str] = set()
@@ -206,7 +206,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the bits of numbers, as whole numbers: their sum is exact, on any device and in any order."""
+    """Return the bits of numbers as integers, whose sum is exact on any device and in any order."""
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.contiguous().view(_INTEGERS[values.element_size()])
 
@@ -218,7 +218,7 @@ _KINDS: dict[torch.dtype, type[ctypes.c_float] | type[ctypes.c_double]] = {
 
 
 def _number(parameter: Tensor) -> float:
-    """The first number of a parameter, read where it lies: a tenth of the time of asking torch. Elsewhere, nothing."""
+    """Return a parameter's first value, read from its memory in a tenth of the time torch takes; 0.0 off the CPU."""
     kind = _KINDS.get(parameter.dtype)
     if kind is None or not parameter.is_cpu:
         return 0.0
