@@ -75,26 +75,27 @@ _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "auto_register_policy_transfor
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a collector can be told.
+    """The options of all collectors.
 
     Args:
-        frames_per_batch: frames in a batch, over all lanes; where lanes go in step, rounded up to a whole number of
+        frames_per_batch: frames in a batch, over all lanes; if the lanes run in step, rounded up to a whole number of
             steps.
         total_frames: stop after this many; negative or None: never. The last batch is whole (an
             `AsyncBatchedCollector` cuts it).
         policy_factory: makes the policy, in place of `policy`.
-        out_keys: what the parts of a tuple that a function of tensors returns are called, the action among them.
-        create_env_kwargs: keywords for the env's factory.
+        out_keys: the keys of the parts of the tuple that a function of tensors returns, the action among them.
+        create_env_kwargs: keyword arguments for the env's factory.
         device: fills `policy_device`, `env_device` and `storing_device` where they are not given.
         policy_device: where the policy runs; it is copied there only if it lives elsewhere.
-        env_device: where the env's tensors live. Gymnasium envs step on the CPU whatever it says.
+        env_device: where the env's tensors live. Gymnasium envs step on the CPU in any case.
         storing_device: where batches are delivered.
         max_frames_per_traj: truncate episodes at this length and add `step_count`; -1, 0 or None: no limit.
-        init_random_frames: random actions until this many frames were delivered.
+        init_random_frames: take random actions until this many frames were delivered.
         reset_at_each_iter: begin new episodes with every batch.
-        reset_when_done: False: a lane that ends rests until the batch is over; its rows are masked out.
+        reset_when_done: False: a lane whose episode ends rests until the batch is complete; its further rows are masked
+            out.
         split_trajs: deliver `[trajectories, time]`, zero-padded, with `("collector", "mask")`.
-        trajs_per_batch: deliver so many complete episodes at a time, in the order in which they end.
+        trajs_per_batch: deliver this many complete episodes at a time, in the order in which they end.
         trajs_per_write: how many episodes go into the replay buffer in one write; None: all that have ended.
         traj_format: with `trajs_per_batch`: "padded" `[N, longest]` with a mask, or "cat" `[steps]`.
         replay_buffer: where batches go; iterating then yields None. See docs/background.md.
@@ -104,51 +105,59 @@ class Options:
             False: it is a transposed view, without a copy; None: True for TorchRL's envs, False for others.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
-        track_policy_version: stamp frames with the version of the weights that acted; a `PolicyVersion` counts along.
+        track_policy_version: stamp each frame with the version of the weights that produced its action; a
+            `PolicyVersion` counts the updates as well.
         track_episodes: add `("collector", "episode_return")` and `("collector", "episode_length")`: return and length
             of each frame's episode so far, the frame included.
-        gamma: discount by which `episodes()` also gives a `discounted_return`; None: it does not. It changes no data.
+        gamma: the discount of the `discounted_return` that `episodes()` then adds to its records; None: it adds none.
+            Batches do not change.
         exploration_type: how probabilistic policies sample; RANDOM by default.
-        return_same_td: deliver the same object over and over; copy what you keep.
+        return_same_td: deliver the same object every time, with new contents; copy what you keep.
         set_truncated: mark the last step of every batch as truncated.
-        interruptor: an object whose `collection_stopped()` is asked after each step; True ends the rollout early.
+        interruptor: an object whose `collection_stopped()` is called after each step; True ends the rollout early.
         compile_policy: run the policy through torch.compile; a dict holds its arguments.
-        cudagraph_policy: replay CUDA graphs: the policy's step, or where env and policy are on one GPU whole rollouts.
-        trust_policy: the policy takes a TensorDict; do not look at it any closer.
-        deterministic: decide about each lane by itself, with random numbers of its own: what a lane gets depends on its
-            seed (`set_seed`), not on how many lanes share a process. See docs/reproducing.md.
-        capture: record once what the policy and TorchRL's transforms ask of torch, and replay that at each step, where
-            this is the same. False calls them at every step. `explain()` says what is captured.
+        cudagraph_policy: replay CUDA graphs: of the policy's step, or of whole rollouts if env and policy are on one
+            GPU.
+        trust_policy: True: call the policy with a TensorDict, without examining it.
+        deterministic: compute the actions of each lane separately, with random numbers of its own: a lane's data
+            depends on its seed (`set_seed`), not on how many lanes share a process. See docs/reproducing.md.
+        capture: record once which torch calls the policy and TorchRL's transforms make, and replay these at each step
+            if that gives the same results. False calls policy and transforms at every step. `explain()` says what is
+            captured.
         cat_results: how workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes),
             -1 (time).
         update_at_each_batch: send the policy's weights to the workers before each batch.
-        preemptive_threshold: a batch waits for this share of the workers; the others stop, what they lack is masked.
-        max_lag: drop rollouts made by weights more than so many updates old; `stats()` counts what was dropped.
-        num_sub_threads: torch threads of each worker.
-        num_threads: accepted; threads of this process are left as they are.
+        preemptive_threshold: a batch waits for this share of the workers; the others stop early, and the rows they
+            lack are masked.
+        max_lag: drop rollouts made by weights more than this many updates old; `stats()` counts the dropped frames.
+        num_sub_threads: the number of torch threads in each worker.
+        num_threads: accepted and ignored: the number of threads of this process does not change.
         init_fn: called first in each worker.
-        weight_sync_schemes: `{"policy": scheme}`, of `reap.weight_update` or TorchRL's; None: what suits the policy.
-            Other models are named by their path, "env.transform[0].module" or "postproc.critic".
+        weight_sync_schemes: `{"policy": scheme}`, with a scheme of `reap.weight_update` or of TorchRL; None: the
+            collector chooses one that suits the policy. Other models are named by their path,
+            "env.transform[0].module" or "postproc.critic".
             A single-process collector has no weights to send: `NoWeightSyncScheme` turns `update_policy_weights_` into
             a no-op; other schemes have no effect.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
-        timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever, but
-            after a minute the log says where it is.
+        timeout: seconds for which a worker that has work may send nothing before it is reported as stuck; None: for
+            ever, but after a minute the log says where it is.
         start_method: how workers start, "forkserver" or "spawn".
-        on_failure: what is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes
-            everything and raises its error; "restart" puts another in its place; "drop" goes on without it. See
-            docs/failures.md.
+        on_failure: what to do when a worker dies, raises or is silent for longer than `timeout`: "raise" closes the
+            collector and raises the error; "restart" starts another worker in its place; "drop" continues without it.
+            See docs/failures.md.
         max_restarts: with "restart": how many workers may be started again within `restart_window`; None: any number.
         restart_window: seconds over which restarts are counted.
         on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped.
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
-        hooks_in_workers: call both hooks in the workers, with what each has made, in place of here with whole batches.
-        worker_idx: a number of your own for this collector, kept as its `worker_idx`.
-        failure_dir: a directory; when an env raises, or what it returned is refused, a file there holds what
-            `reap.testing.replay_failure` needs to let it happen again. See docs/testing.md.
+        hooks_in_workers: call both hooks in the workers, each with its own rollouts, instead of here with whole
+            batches.
+        worker_idx: a number of your own for this collector, kept as its attribute `worker_idx`.
+        failure_dir: a directory; when an env raises or returns invalid values, a file is written there with what
+            `reap.testing.replay_failure` needs to repeat the failure. See docs/testing.md.
         workers: "inline": run the workers in this process, one after another, with the same data, so that
-            `breakpoint()` and debuggers work in envs and policies; None: where they belong. See docs/debugging.md.
+            `breakpoint()` and debuggers work in envs and policies; None: run them where the collector usually does. See
+            docs/debugging.md.
     """
 
     frames_per_batch: int
