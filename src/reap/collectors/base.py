@@ -35,7 +35,7 @@ from reap.collectors.parts.batch_pipeline import BatchPipeline
 from reap.collectors.parts.lifecycle import NEVER_BUILT, Lifecycle
 from reap.collectors.parts.profiling import ProfileConfig, Profiler
 from reap.collectors.parts.updaters import as_updater
-from reap.collectors.parts.weight_updates import WeightUpdates, Workers, models_in
+from reap.collectors.parts.weight_updates import WeightUpdates, Workers, weights_by_model
 from reap.core.attribute_path import get_attribute
 from reap.core.measuring.times import WorkClock
 from reap.core.policies.exploration import exploration_type
@@ -45,7 +45,7 @@ from reap.errors import ReapError, UsageError, WorkerError, WorkerSilent, WrongA
 from reap.progress import progress
 from reap.watching.watch import Watch
 
-_SHOWN = (
+_OPTION_ATTRIBUTES = (
     "compact_obs",
     "extend_buffer",
     "max_frames_per_traj",
@@ -78,7 +78,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         guard(self)
         self.replay_buffer = options.replay_buffer
         self._pipeline = BatchPipeline(options, self._make_sink())
-        self._rolling = False  # whether `_own_rollout` is calling a subclass's `rollout` for the next batch
+        self._in_own_rollout = False  # whether `_own_rollout` is calling a subclass's `rollout` for the next batch
         self._last: Rollout | None = None
         self._overrides = not type(self).rollout.__module__.startswith("reap.collectors.")
         if self._overrides:
@@ -105,7 +105,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self.policy_device, self.storing_device = options.devices
         self.device, self.env_device = options.env_devices
         self.compiled_policy, self.cudagraphed_policy = options.compiling is not None, bool(options.cudagraph_policy)
-        for name in _SHOWN:
+        for name in _OPTION_ATTRIBUTES:
             setattr(self, name, getattr(options, name))
         if self.storing_device is not None and hasattr(self.postproc, "to"):
             self.postproc.to(self.storing_device)  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         If a subclass overrides this method, batches are made from what the override returns.
         """
         pipeline = self._pipeline
-        if self._rolling:
+        if self._in_own_rollout:
             batch, self._last = pipeline.take(self._backend)
             return pipeline.arrangement.arrange(batch, self._last)
         self._check_not_background()
@@ -220,11 +220,11 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:
         """Return what the subclass's `rollout` returns, and the rollout it took by `super().rollout()`, if it did."""
-        self._last, self._rolling = None, True
+        self._last, self._in_own_rollout = None, True
         try:
             batch = self.rollout()
         finally:
-            self._rolling = False
+            self._in_own_rollout = False
         if not isinstance(batch, TensorDictBase):
             raise UsageError(f"rollout() of {type(self).__name__} returned {type(batch).__name__}, not a TensorDict")
         return batch, self._last
@@ -275,7 +275,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         return self._pipeline.deliver(self.postproc, self._post_hook)
 
     def _fetch(self) -> None:
-        self._weights.used(1, background=self._runner is not None)
+        self._weights.count_rollouts(1, background=self._runner is not None)
         try:
             self._pipeline.fetch(self._backend, self._own_rollout if self._overrides else None)
         except BaseException:
@@ -370,7 +370,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         dict, a nested dict, or one of these for each worker, `{0: …}`.
         """
         self._check_open()
-        models = models_in(policy_or_weights, weights, policy, model_id, weights_dict, policy_weights)
+        models = weights_by_model(policy_or_weights, weights, policy, model_id, weights_dict, policy_weights)
         for name, one in models.items():
             if name != "policy":
                 self._load_model(name, one)
@@ -592,10 +592,10 @@ class BaseCollector(IterableDataset[TensorDict]):
     def _make_runner(self) -> Runner:
         buffer = self.replay_buffer
         return ThreadRunner(
-            self._turn, wanted=lambda: getattr(buffer, "may_write", True), break_off=self._backend.breaker()
+            self._collect_once, wanted=lambda: getattr(buffer, "may_write", True), break_off=self._backend.breaker()
         )
 
-    def _turn(self) -> bool:
+    def _collect_once(self) -> bool:
         """Collect one batch in the background thread; return whether there are more to come.
 
         An error here does not close the collector. The caller that receives it does: see `_raise_background_error`.
@@ -662,7 +662,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._life.check_owner()
         runner = self._runner
         if runner is not None and self._weights.watch is not None:
-            self._weights.watch.tell_background()
+            self._weights.watch.warn_in_background()
         error = None if runner is None else runner.failure()
         if runner is None or error is None:
             return
@@ -709,7 +709,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             wait_for_ends()
             self._raise_background_error()
             if self._weights.watch is not None and self._runner is not None:
-                self._weights.watch.tell_background(ended=True)
+                self._weights.watch.warn_in_background(ended=True)
         except Exception:
             if raise_on_error:
                 raise
@@ -736,7 +736,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             finally:  # workers end even if the profile cannot be written
                 if self._watch is not None:
                     self._watch.close()
-                self._life.send_away(self._backend, close_env)
+                self._life.break_off_other_thread(self._backend, close_env)
                 if close_env:
                     self._backend.close(failed=failed)
 

@@ -21,7 +21,7 @@ from reap._system.affinity import Masks, mask
 from reap.arguments import count, flag, one_of, whole
 from reap.backends.base import Rollout
 from reap.collectors.keywords import BatchedCollectorOptions
-from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
+from reap.collectors.options import WORKERS_ONLY, is_list, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement
 from reap.collectors.plans import EnvMaker
 from reap.collectors.single import Collector
@@ -33,12 +33,12 @@ from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
 
 # Options that are handed to `AsyncEnvPool`, under the same names.
-_OF_POOL = (
+_POOL_OPTIONS = (
     *("create_env_kwargs", "max_frames_per_traj", "num_sub_threads", "start_method", "timeout"),
     *("on_failure", "max_restarts", "restart_window", "on_restart"),
 )
 # Options that need workers with policies of their own, batches with equally many frames of each lane, or lanes in step.
-WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
+UNSUPPORTED = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
     "compact_obs",
     "interruptor",
     "reset_when_done",
@@ -58,7 +58,7 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _members(name: str, config: Any, members: Sequence[str]) -> list[Any]:
+def _attributes(name: str, config: Any, members: Sequence[str]) -> list[Any]:
     """Return these attributes of a config object; raise if it lacks one."""
     lacking = [one for one in members if not hasattr(config, one)]
     if lacking:
@@ -75,7 +75,7 @@ def _refuse_both(name: str, others: Sequence[str], given: Sequence[Any]) -> None
 def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[str, Any]) -> None:
     """Raise unless there are envs, exactly one policy, and, if there is a buffer, one that stores single frames."""
     factory = options.get("policy_factory")
-    if not listed(create_env_fn) or not create_env_fn:
+    if not is_list(create_env_fn) or not create_env_fn:
         raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
     if policy is not None and factory is not None:
         raise WrongArgument("give policy or policy_factory, not both")
@@ -95,7 +95,7 @@ def _batch_sizes(config: Any, fewest: int | None, most: int | None, server_timeo
         _refuse_both(
             "server_config", ("max_batch_size", "min_batch_size", "server_timeout"), (most, fewest, server_timeout)
         )
-        most, fewest = _members("server_config", config, ("max_batch_size", "min_batch_size"))
+        most, fewest = _attributes("server_config", config, ("max_batch_size", "min_batch_size"))
     fewest, most = 1 if fewest is None else fewest, 64 if most is None else most
     for what, size in (("min_batch_size", fewest), ("max_batch_size", most)):
         count(what, size)
@@ -108,7 +108,7 @@ def _devices(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the device options that a `device_config` holds."""
     places = ("policy_device", "env_device", "storing_device", "output_device")
     _refuse_both("device_config", ("device", *places), [options.get(one) for one in ("device", *places)])
-    *chosen, output = _members("device_config", config, places)
+    *chosen, output = _attributes("device_config", config, places)
     chosen[1] = output if chosen[1] is None else chosen[1]  # the policy's output goes to the envs, so to their device
     return dict(zip(places, chosen))
 
@@ -128,10 +128,10 @@ class _FrameStream(Arrangement):
         self._version_key = version_key
 
     def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        self.name_keys(batch)
+        self.rename_keys(batch)
         return True
 
-    def name_keys(self, batch: TensorDictBase) -> None:
+    def rename_keys(self, batch: TensorDictBase) -> None:
         if self._version_key is not None:
             for root in ((), ("next",)):
                 batch.rename_key_((*root, *VERSION), (*root, *self._version_key))
@@ -141,7 +141,7 @@ class _FrameStream(Arrangement):
         return super().split(batch[order])
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class AsyncBatchedCollector(Collector):
     """Collects from many envs at once; the policy acts for the envs that are ready.
 
@@ -222,7 +222,7 @@ class AsyncBatchedCollector(Collector):
                 raise UsageError("yield_completed_trajectories delivers one episode at a time; leave the others out")
             options.update(trajs_per_batch=1, traj_format="cat")
         options.setdefault("track_policy_version", True)
-        settings = read_options(name, options, without=WITHOUT)
+        settings = read_options(name, options, without=UNSUPPORTED)
         policy = rand_step_as_policy(policy)
         self._prepare(settings)
         pool = functools.partial(
@@ -234,7 +234,7 @@ class AsyncBatchedCollector(Collector):
             min_ready=fewest,
             max_ready=most,
             worker_affinity=None if settings.workers == "inline" else worker_affinity,
-            **{name: getattr(settings, name) for name in _OF_POOL},
+            **{name: getattr(settings, name) for name in _POOL_OPTIONS},
         )
         make_env = EnvMaker(pool, None, None, settings.failure_dir)
         self._start_worker(policy, make_env, lambda lanes: settings.frames_per_batch, cores)
@@ -245,7 +245,7 @@ class AsyncBatchedCollector(Collector):
             raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
 
-    def _planned(self, plan: Plan) -> Plan:
+    def _adjust_plan(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, stream=True, masked=False)  # no mask: dropped envs leave no gaps in a stream
 
     def _shape(self) -> str:

@@ -76,7 +76,7 @@ class _Batches:
         self._buffer, self._ours = buffer, isinstance(buffer, ReplayBuffer)
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
-        self._buffer.extend(_plain(batch, self._ours))
+        self._buffer.extend(_storable(batch, self._ours))
 
     def forget(self) -> None:
         pass
@@ -86,7 +86,7 @@ class _Steps(_Batches):
     """Writes every step with a call of its own."""
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
-        batch = _plain(batch, self._ours)
+        batch = _storable(batch, self._ours)
         for t in range(batch.batch_size[-1]):
             if self._ours:  # keep the time dimension: reap's buffer would take the lanes for steps without it
                 self._buffer.extend(batch[..., t : t + 1])
@@ -104,28 +104,28 @@ class _Episodes(_Batches):
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
         whole = self._whole
-        whole.feed(_plain(batch, self._ours), worker)
+        whole.feed(_storable(batch, self._ours), worker)
         while len(whole) >= (self._group or 1):
-            self._buffer.extend(_plain(whole.take(self._group or len(whole), "cat"), self._ours))
+            self._buffer.extend(_storable(whole.take(self._group or len(whole), "cat"), self._ours))
 
     def forget(self) -> None:
         self._whole = WholeTrajectories()
 
 
-def _plain(batch: TensorDictBase, ours: bool) -> TensorDictBase:
+def _storable(batch: TensorDictBase, ours: bool) -> TensorDictBase:
     """Return the batch without entries no buffer stores; for a buffer that is not reap's, without dimension names."""
     if batch.get(FINAL, None) is not None:  # the successors a compact batch keeps apart
         batch = batch.exclude(FINAL)
     if batch.get(FIRST, None) is not None:  # it is kept once per rollout, and would be stored with every row
         batch = batch.exclude(FIRST)
-    return batch if ours else _unnamed(batch.copy())
+    return batch if ours else _without_names(batch.copy())
 
 
-def _unnamed(td: TensorDictBase) -> TensorDictBase:
+def _without_names(td: TensorDictBase) -> TensorDictBase:
     td.names = None
     for value in td.values():
         if isinstance(value, TensorDict):
-            _unnamed(value)
+            _without_names(value)
     return td
 
 
@@ -161,7 +161,7 @@ def mark_truncated(arrays: Any, layout: Layout) -> None:
         arrays[flag][last, lane] = True
 
 
-def processed(
+def post_processed(
     batch: TensorDictBase,
     *,
     split: Callable[[TensorDictBase], TensorDictBase] | None,
@@ -220,7 +220,7 @@ class Writer:
         if self.postproc is not None or self.hook is not None:
             batch = batch.clone()  # postproc and hook may keep the batch, and the slot is filled again
         split = partial(split_trajectories, prefix="collector") if options.split else None
-        self._sink.take(processed(batch, split=split, postproc=self.postproc, hook=self.hook))
+        self._sink.take(post_processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 
     def forget(self) -> None:
         """Drop the frames of unfinished episodes, which will never be completed."""

@@ -36,11 +36,11 @@ from reap.video import films_of
 from reap.weights.local import load
 
 _PATIENCE = 1_000_000  # frames without a finished episode, after which `play` raises
-_TOLD = ("done", "reward")  # last parts of keys that are always kept: agents have theirs below the name of their group
+_ALWAYS_KEPT = ("done", "reward")  # last parts of keys: those of agents are below the name of their group
 _OWN_COUNT: Key = ("evaluator_step_count",)  # counts towards max_steps if the env has a step_count of its own
 
 
-class _OfEpisodes:
+class _StopsWithEpisodes:
     """Mixin for a collector whose rollouts stop once the wanted episodes have ended."""
 
     _episodes: int
@@ -52,18 +52,18 @@ class _OfEpisodes:
         """Do not warn: the user never sees how many frames are collected at a time."""
 
 
-class EpisodeCollector(_OfEpisodes, Collector):
+class EpisodeCollector(_StopsWithEpisodes, Collector):
     """Plays episodes in this process."""
 
     def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
         self._episodes = episodes
         super().__init__(env, policy, **options)
 
-    def _planned(self, plan: Plan) -> Plan:
+    def _adjust_plan(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, episodes=self._episodes)
 
 
-class EpisodeProcessCollector(_OfEpisodes, MultiSyncCollector):
+class EpisodeProcessCollector(_StopsWithEpisodes, MultiSyncCollector):
     """Plays episodes in a process of its own."""
 
     def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
@@ -80,7 +80,7 @@ class EpisodePlayer:
     def __init__(
         self, lanes: Any, policy: Any, *, episodes: int, layout: str, process: bool, options: Mapping[str, Any]
     ) -> None:
-        self._wanted, self._layout = episodes, layout
+        self._count, self._layout = episodes, layout
         self.collector: Collector | MultiSyncCollector
         if process:
             self.collector = EpisodeProcessCollector(episodes, lanes, policy, **{**options, "cat_results": 0})
@@ -101,12 +101,12 @@ class EpisodePlayer:
         self._quota.begin()
         whole = WholeTrajectories()
         frames = 0
-        while len(whole) < self._wanted:
+        while len(whole) < self._count:
             batch = self.collector.next()
             frames += self._feed(whole, batch, keys)
             if frames > _PATIENCE and not len(whole):
                 raise UsageError(f"no episode ended within {frames:,} frames; give max_steps")
-        return whole.take(self._wanted, self._layout), frames
+        return whole.take(self._count, self._layout), frames
 
     def _feed(self, whole: WholeTrajectories, batch: TensorDictBase, keys: Sequence[Key] | None) -> int:
         ids = batch.get(TRAJ_IDS)
@@ -120,8 +120,8 @@ class EpisodePlayer:
         made = real.numpy()
         wanted[made] = self._quota.counted(lane.reshape(-1).cpu().numpy()[made], over.numpy()[made])
         if keys is not None:
-            told = [key for key in map(as_key, batch.keys(True, True)) if key[0] == "next" and key[-1] in _TOLD]
-            batch = batch.select(*keys, *told, TRAJ_IDS, ENV_INDEX, strict=False)
+            flags = [key for key in map(as_key, batch.keys(True, True)) if key[0] == "next" and key[-1] in _ALWAYS_KEPT]
+            batch = batch.select(*keys, *flags, TRAJ_IDS, ENV_INDEX, strict=False)
         kept = torch.from_numpy(wanted).reshape(ids.shape).to(ids.device)
         whole.feed(batch.exclude(MASK).set(TRAJ_IDS, torch.where(kept, ids, -1)))
         return int(made.sum())
@@ -131,7 +131,7 @@ class EpisodePlayer:
         if path == "policy" and isinstance(self.collector, MultiSyncCollector):
             self.collector.update_policy_weights_(weights)
         else:
-            self._at_home(functools.partial(_load_at, path=path, weights=weights))
+            self._call_with_env(functools.partial(_load_at, path=path, weights=weights))
 
     def check(self, path: str) -> None:
         """Raise if there is no model at `path`. With a process, only loading the weights finds that out."""
@@ -140,17 +140,17 @@ class EpisodePlayer:
 
     def dump_videos(self, step: Any) -> None:
         """Have the video recorders of a TorchRL env write what they recorded, in the process of the env."""
-        self._at_home(functools.partial(_dump_videos, step=step))
+        self._call_with_env(functools.partial(_dump_videos, step=step))
 
     def film(self, episodes: int) -> None:
         """Have every `FilmedEnv` record its next `episodes` episodes."""
-        self._at_home(functools.partial(_film, episodes=episodes))
+        self._call_with_env(functools.partial(_film, episodes=episodes))
 
     def write_film(self, path: Any) -> None:
         """Write the recorded episodes to `path`, in the process of the env."""
-        self._at_home(functools.partial(_write_film, path=path))
+        self._call_with_env(functools.partial(_write_film, path=path))
 
-    def _at_home(self, function: Callable[[Any], Any]) -> None:
+    def _call_with_env(self, function: Callable[[Any], Any]) -> None:
         """Call a function with the object that has the env: the collector, or the worker in the worker's process."""
         if isinstance(self.collector, MultiSyncCollector):
             self.collector.map_fn("apply", [(function,)])
@@ -198,14 +198,14 @@ def _write_film(root: Any, path: Any) -> None:
         film.dump(path)
 
 
-def made(env: Any) -> Any:
+def build(env: Any) -> Any:
     """Return the env: the one given, or the one that the given factory makes."""
     return env() if callable(env) and not is_env(env) else env
 
 
 def lanes_of(env: Any, max_steps: int | None) -> Env:
     """Return the env's lanes, with episodes of at most `max_steps` and the statistics of VecNorm transforms frozen."""
-    given = made(env)
+    given = build(env)
     for part in modules_of(given):
         if type(part).__name__.startswith("VecNorm") and callable(getattr(part, "freeze", None)):
             part.freeze()  # type: ignore[operator]

@@ -31,7 +31,7 @@ from reap._system.processes import DEADLINE
 from reap._system.threads import join
 from reap.arguments import count, function, mapping, one_of, whole
 from reap.backends.base import Halted
-from reap.collectors.episodes import EpisodePlayer, lanes_of, made
+from reap.collectors.episodes import EpisodePlayer, build, lanes_of
 from reap.collectors.parts.background import ended_by
 from reap.core.capture.chance import beside_the_learner
 from reap.core.policies.signature import exploration_keywords
@@ -52,7 +52,7 @@ _SUMMED: Key = ("next", "episode_reward")  # where TorchRL's RewardSum has an ep
 _log = logging.getLogger("reap")
 
 
-class _Later(TypedDict, total=False):
+class _UnsupportedOptions(TypedDict, total=False):
     """Options of TorchRL's `Evaluator` that this one accepts only as None."""
 
     num_gpus: Any
@@ -121,9 +121,9 @@ class Evaluator:
         busy_policy: Literal["skip", "error", "queue"] = "skip",
         backend: Literal["thread", "process"] = "thread",
         init_fn: Callable[[], Any] | None = None,
-        **later: Unpack[_Later],
+        **unsupported: Unpack[_UnsupportedOptions],
     ) -> None:
-        _refuse_unsupported(later, backend)
+        _refuse_unsupported(unsupported, backend)
         one_of("backend", backend, ("thread", "process"))
         one_of("busy_policy", busy_policy, _BUSY)
         if (policy is None) == (policy_factory is None):
@@ -134,7 +134,7 @@ class Evaluator:
         mapping("collector_kwargs", collector_kwargs)
         for name, value in (("policy_factory", policy_factory), ("metrics_fn", metrics_fn), ("on_result", on_result)):
             function(name, value)
-        self._wanted, self._prefix, self._busy_policy = num_trajectories, log_prefix, busy_policy
+        self._num_trajectories, self._prefix, self._busy_policy = num_trajectories, log_prefix, busy_policy
         if not isinstance(reward_keys, (str, tuple, list)) or not all(isinstance(one, str) for one in reward_keys):
             raise WrongArgument(f"reward_keys must be a key, a string or a tuple of strings, got {reward_keys!r}")
         self._reward, self._metrics = as_key(reward_keys), metrics_fn
@@ -154,10 +154,10 @@ class Evaluator:
             "policy_device": device,
             **(collector_kwargs or {}),
         }
-        layout, self._postproc = self._taken_over(options)
+        layout, self._postproc = self._episode_options(options)
         max_steps = options.pop("max_frames_per_traj", max_steps)
         process = backend == "process"
-        own, given = not is_env(env) and callable(env) and not process, env if process else made(env)
+        own, given = not is_env(env) and callable(env) and not process, env if process else build(env)
         try:
             self._policy = self._policy_for(policy, policy_factory, given)
             if process and init_fn is not None:
@@ -168,15 +168,15 @@ class Evaluator:
                 given.close()
             raise
         self._break_off: Callable[[], None] | None = self._player.breaker()
-        self._one = threading.Lock()  # one evaluation at a time
-        self._news = threading.Condition()  # guards the four below
+        self._play_lock = threading.Lock()  # one evaluation at a time
+        self._changed = threading.Condition()  # guards the four below
         self._thread: threading.Thread | None = None  # plays queued evaluations; None while there are none
-        self._left = 0  # evaluations that were triggered and have no result yet
+        self._unanswered = 0  # evaluations that were triggered and have no result yet
         self._queue: deque[tuple[dict[str, Any], Any]] = deque()
         self._results: deque[dict[str, Any] | BaseException] = deque()
         self._closed = False
-        self._steps = 0  # the number of the next evaluation that is given no `step`
-        self._elsewhere: str | None = None  # in a forked copy: why it cannot be used there
+        self._next_step = 0  # the number of the next evaluation that is given no `step`
+        self._why_foreign: str | None = None  # in a forked copy: why it cannot be used there
         guard(self)
 
     def _make_player(
@@ -184,26 +184,27 @@ class Evaluator:
     ) -> EpisodePlayer:
         """Return the player of the episodes, in a process of its own or in this one."""
         lanes: Any = functools.partial(lanes_of, env, max_steps) if process else lanes_of(env, max_steps)
-        with _at_rest(self._policy):
+        with _in_eval_mode(self._policy):
             return EpisodePlayer(
-                lanes, self._policy, episodes=self._wanted, layout=layout, process=process, options=options
+                lanes, self._policy, episodes=self._num_trajectories, layout=layout, process=process, options=options
             )
 
     def in_fork(self, why: str) -> None:
         """Refuse every further use. Called in a forked process, whose copy owns no thread and no workers."""
-        self._elsewhere, self._one, self._news = why, threading.Lock(), threading.Condition()
-        self._thread, self._left = None, 0
+        self._why_foreign, self._play_lock, self._changed = why, threading.Lock(), threading.Condition()
+        self._thread, self._unanswered = None, 0
         self._queue.clear()
         refuse_all(self, why)
 
-    def _taken_over(self, options: dict[str, Any]) -> tuple[str, Callable[..., Any] | None]:
+    def _episode_options(self, options: dict[str, Any]) -> tuple[str, Callable[..., Any] | None]:
         """Remove `traj_format` and `postproc`, which apply to whole episodes here, from the options; return both."""
         layout = options.pop("traj_format", None) or "padded"
         one_of("collector_kwargs: traj_format", layout, ("padded", "cat"))
         given = options.pop("trajs_per_batch", None)
-        if given not in (None, self._wanted):
+        if given not in (None, self._num_trajectories):
             raise UsageError(
-                f"collector_kwargs: trajs_per_batch is {given!r}, and num_trajectories {self._wanted}; leave it out"
+                f"collector_kwargs: trajs_per_batch is {given!r}, and num_trajectories {self._num_trajectories}; "
+                f"leave it out"
             )
         if options.pop("split_trajs", None):
             raise UsageError("collector_kwargs: split_trajs has nothing to split; metrics_fn sees whole episodes")
@@ -218,9 +219,9 @@ class Evaluator:
         """Return a copy of the policy, or the policy the factory makes, which is given the env if it takes one."""
         if factory is None:
             return copied(policy)
-        if not _takes_one(factory):
+        if not _takes_env(factory):
             return factory()
-        given = made(env)
+        given = build(env)
         try:
             return factory(given)
         finally:
@@ -239,10 +240,10 @@ class Evaluator:
         are numbered from 0.
         """
         self._check_open()
-        asked = self._asked(weights, weights_dict), self._numbered(step)
-        with self._one:
-            found = self._play(*asked)
-        self._tell(found)
+        request = self._weights_by_path(weights, weights_dict), self._step_number(step)
+        with self._play_lock:
+            found = self._play(*request)
+        self._report(found)
         return found
 
     def trigger_eval(
@@ -255,19 +256,19 @@ class Evaluator:
                 raise WrongState("an evaluation is going on; wait() for it, or give busy_policy='queue'")
             if self._busy_policy == "skip":
                 return False
-        asked = self._asked(weights, weights_dict), self._numbered(step)
-        with self._news:
-            self._queue.append(asked)
-            self._left += 1
+        request = self._weights_by_path(weights, weights_dict), self._step_number(step)
+        with self._changed:
+            self._queue.append(request)
+            self._unanswered += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="reap-evaluator", daemon=True)
+                self._thread = threading.Thread(target=self._run_queue, name="reap-evaluator", daemon=True)
                 self._thread.start()
         return True
 
     @property
     def pending(self) -> bool:
         """Whether an evaluation is running or queued."""
-        return self._left > 0
+        return self._unanswered > 0
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
         """Return the next result of the background, in order; None if there is none within `timeout` seconds."""
@@ -276,8 +277,8 @@ class Evaluator:
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
         """Wait for the next result and return it; None if nothing is pending, or after `timeout` seconds."""
         self._check_owner()
-        with self._news:
-            self._news.wait_for(lambda: self._results or not self._left, timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self._results or not self._unanswered, timeout)
             if not self._results:
                 return None
             found = self._results.popleft()
@@ -287,31 +288,31 @@ class Evaluator:
 
     # ---- playing --------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run_queue(self) -> None:
         beside_the_learner()
         while True:
-            with self._news:
+            with self._changed:
                 if not self._queue:
                     self._thread = None  # while holding the lock: the next `trigger_eval` starts a new thread
                     return
                 weights, step = self._queue.popleft()
             result: dict[str, Any] | BaseException
             try:
-                with self._one:
+                with self._play_lock:
                     result = self._play(weights, step)
-                self._tell(result)
+                self._report(result)
             except (Exception, Halted) as error:  # `wait` raises it
                 result = error
                 if isinstance(error, Halted) or isinstance(error.__cause__, Halted):
                     result = WrongState("this evaluation was broken off: its Evaluator was shut down")
             except BaseException as cause:
                 result = ended_by(cause, "the evaluating thread")
-            with self._news:
+            with self._changed:
                 self._results.append(result)
-                self._left -= 1
-                self._news.notify_all()
+                self._unanswered -= 1
+                self._changed.notify_all()
 
-    def _tell(self, found: Mapping[str, Any]) -> None:
+    def _report(self, found: Mapping[str, Any]) -> None:
         step = found[f"{self._prefix}/step"]
         videos = {name: value for name, value in found.items() if name == f"{self._prefix}/video"}
         numbers = {name: value for name, value in found.items() if name not in videos}
@@ -319,7 +320,7 @@ class Evaluator:
             if self._logger is not None:
                 self._logger.log(step, {k: v for k, v in numbers.items() if not k.endswith("/step")}, videos)
             if self._on_result is not None:
-                self._on_result(TensorDict({name: _tensor(value) for name, value in numbers.items()}))
+                self._on_result(TensorDict({name: _as_tensor(value) for name, value in numbers.items()}))
         except Exception:
             _log.exception("Evaluator: on_result or logger raised; the evaluation counts all the same")
 
@@ -345,12 +346,12 @@ class Evaluator:
             )
         return f"exploration_type {name}: {meaning}\n{self._player.collector.explain()}"
 
-    def _numbered(self, step: Any) -> Any:
+    def _step_number(self, step: Any) -> Any:
         if step is None:
-            step, self._steps = self._steps, self._steps + 1
+            step, self._next_step = self._next_step, self._next_step + 1
         return step
 
-    def _asked(self, weights: Any, by_path: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _weights_by_path(self, weights: Any, by_path: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the weights to play with, by path. Modules' weights are copied now, since training may change them."""
         if by_path is not None and not isinstance(by_path, Mapping):
             raise WrongArgument(f"weights_dict must be a mapping of paths to weights, got {type(by_path).__name__}")
@@ -359,10 +360,10 @@ class Evaluator:
                 raise WrongArgument(f"weights_dict must name models by paths, as 'policy'; got {path!r}")
             self._player.check(path)
         given = self._source if weights is None else weights
-        asked = {"policy": given, **(by_path or {})}
+        models = {"policy": given, **(by_path or {})}
         taken = {
             path: self.extract_weights(one) if isinstance(one, nn.Module) else one
-            for path, one in asked.items()
+            for path, one in models.items()
             # A policy that is a function has no weights to take.
             if isinstance(one, nn.Module) or path in (by_path or ()) or weights is not None
         }
@@ -375,12 +376,12 @@ class Evaluator:
         if self._videos is not None:
             self._player.film(1)
         began = time.perf_counter()
-        with _at_rest(self._policy):
+        with _in_eval_mode(self._policy):
             episodes, frames = self._player.play(None if self._metrics or self._postproc else keys)
         seconds = time.perf_counter() - began
         if self._postproc is not None:
             episodes = self._postproc(episodes)
-        returns, lengths = _scores(episodes, _reward_in(episodes, self._reward))
+        returns, lengths = _returns_and_lengths(episodes, _reward_in(episodes, self._reward))
         found: dict[str, Any] = {
             "reward": float(np.mean(returns)),
             "reward_std": float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0,
@@ -424,11 +425,11 @@ class Evaluator:
         `timeout`: seconds to wait for that step (5 by default), after which `WorkerSilent` is raised, with its stack.
         """
         self._closed = True
-        with self._news:
-            self._left -= len(self._queue)
+        with self._changed:
+            self._unanswered -= len(self._queue)
             self._queue.clear()
             thread = self._thread
-            self._news.notify_all()
+            self._changed.notify_all()
         if thread is not None:
             if self._break_off is not None:
                 self._break_off()
@@ -438,8 +439,8 @@ class Evaluator:
             player.collector.shutdown()
 
     def _check_owner(self) -> None:
-        if self._elsewhere is not None:
-            raise WrongState(f"this Evaluator cannot be used here: {self._elsewhere}")
+        if self._why_foreign is not None:
+            raise WrongState(f"this Evaluator cannot be used here: {self._why_foreign}")
 
     def _check_open(self) -> None:
         self._check_owner()
@@ -453,19 +454,19 @@ class Evaluator:
         self.shutdown()
 
 
-def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
+def _refuse_unsupported(unsupported: Mapping[str, Any], backend: Any) -> None:
     """Raise for unknown options, and for options of TorchRL's `Evaluator` that this one lacks."""
-    unknown = [name for name in later if name not in _Later.__annotations__]
+    unknown = [name for name in unsupported if name not in _UnsupportedOptions.__annotations__]
     if unknown:
-        known = inspect.signature(Evaluator).parameters.keys() - {"later"}
+        known = inspect.signature(Evaluator).parameters.keys() - {"unsupported"}
         hint = "; did you mean 'num_trajectories'?" if "episodes" in unknown[0] else nearest(unknown[0], known)
         raise WrongArgument(f"Evaluator has no option {unknown[0]!r}{hint}")
-    given = [name for name, value in later.items() if value is not None]
+    given = [name for name, value in unsupported.items() if value is not None]
     if given or (isinstance(backend, str) and backend == "ray"):
         raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
 
 
-def _takes_one(factory: Callable[..., Any]) -> bool:
+def _takes_env(factory: Callable[..., Any]) -> bool:
     """Return whether a policy factory takes the env: whether it has a required parameter."""
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -476,7 +477,7 @@ def _takes_one(factory: Callable[..., Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _at_rest(policy: Any) -> Iterator[None]:
+def _in_eval_mode(policy: Any) -> Iterator[None]:
     """Put a policy's modules into evaluation mode for the block, and back into their former modes after it."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
     modes = [module.training for module in modules]
@@ -502,7 +503,7 @@ def _reward_in(episodes: TensorDictBase, wanted: Key) -> Key:
     return found[0]
 
 
-def _scores(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[float]]:
+def _returns_and_lengths(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[float]]:
     """Compute the return and the length of each episode."""
     mask = own_entry(episodes, MASK)
     if mask is None:
@@ -518,7 +519,7 @@ def _scores(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[fl
     return returns, [float(len(one)) for one in rows]
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _as_tensor(value: Any) -> torch.Tensor:
     found = torch.as_tensor(value)
     return found.float() if found.dtype is torch.float64 else found
 

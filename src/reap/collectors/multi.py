@@ -26,10 +26,10 @@ from reap.backends.worker_backend import WorkerBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink
 from reap.collectors.keywords import MultiCollectorOptions
-from reap.collectors.options import Options, listed, read_options, shows_options
+from reap.collectors.options import Options, is_list, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
 from reap.collectors.parts.background import Runner
-from reap.collectors.parts.weight_updates import Workers, load_model, place_of
+from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
 from reap.collectors.placement import InlinePlacement, Placement
 from reap.collectors.plans import EnvMaker, PolicyMaker, StepsPerRollout, plan_for
 from reap.core.attribute_path import each_call, get_attribute
@@ -40,11 +40,11 @@ from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, Wr
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
-WITHOUT = frozenset({"interruptor", "return_same_td"})  # options that need a worker in this process
+UNSUPPORTED = frozenset({"interruptor", "return_same_td"})  # options that need a worker in this process
 PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class MultiCollector(BaseCollector):
     """Collects with several worker processes.
 
@@ -97,13 +97,13 @@ class MultiCollector(BaseCollector):
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
         policy = rand_step_as_policy(policy)
-        count, makers = _workers(name, create_env_fn, num_workers)
-        each = _taken_per_worker(options, count)
+        count, makers = _count_and_makers(name, create_env_fn, num_workers)
+        each = _pop_per_worker(options, count)
         asked = options.get("frames_per_batch")
         if asked is None:
             raise WrongArgument(f"{name} needs frames_per_batch: how many frames a batch holds")
         frames = _frames(asked, count, sync=bool(self._sync))
-        if listed(asked):
+        if is_list(asked):
             asked = sum(frames) if self._sync else max(frames)
         settings = read_options(name, {**options, "frames_per_batch": asked})
         if settings.workers == "inline":
@@ -280,7 +280,7 @@ class MultiCollector(BaseCollector):
         with self._backend.uninterrupted():
             self._send_weights()
             if self._runner is None:  # in the background `_count` does this
-                self._weights.used(1, background=False)
+                self._weights.count_rollouts(1, background=False)
             made = self._pipeline.frames
             random = made < self.options.random_frames
             rollout = self._backend.take(random=random, most=self.options.total - made)
@@ -291,10 +291,10 @@ class MultiCollector(BaseCollector):
         self._pipeline.frames += frames
         self._pipeline.batches += batches
         if self._runner is not None:
-            self._weights.used(batches, background=True)
+            self._weights.count_rollouts(batches, background=True)
 
     def _make_runner(self) -> Runner:
-        if not self._workers_write or not self._placement.workers_go_on:
+        if not self._workers_write or not self._placement.workers_run_free:
             return super()._make_runner()
         if self.options.update_at_each_batch:
             raise WrongState(
@@ -376,7 +376,7 @@ class MultiCollector(BaseCollector):
         return self._backend.publish(weights, ids)
 
     def _load_model(self, path: str, weights: Any) -> None:
-        here, strategy = place_of(path) == "postproc", self.options.strategy(path)
+        here, strategy = root_of_path(path) == "postproc", self.options.strategy(path)
 
         def in_workers(state: Any) -> None:
             if strategy is None:
@@ -395,7 +395,7 @@ class MultiCollector(BaseCollector):
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
-        for worker, found in self._found("explain", each_call(self.num_workers, None, None)).items():
+        for worker, found in self._find_in_workers("explain", each_call(self.num_workers, None, None)).items():
             texts = found if isinstance(found, list) else [found]  # a list: one text per nested worker
             told.setdefault("\n".join(dict.fromkeys(texts)), []).append(worker)
         if len(told) == 1:
@@ -403,9 +403,9 @@ class MultiCollector(BaseCollector):
         return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())
 
     def get_distant_attr(self, attr: str) -> list[Any]:
-        return list(self._found(attr).values())
+        return list(self._find_in_workers(attr).values())
 
-    def _found(
+    def _find_in_workers(
         self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     ) -> dict[int, Any]:
         """Return the attribute at `path` in each worker, by worker number; with `calls`, the results of calling it."""
@@ -428,7 +428,7 @@ class MultiCollector(BaseCollector):
         if method_name == "reset":  # rollouts collected before the reset must not be delivered
             self.reset()
             return [None] * len(calls)
-        return list(self._found(method_name, calls).values())
+        return list(self._find_in_workers(method_name, calls).values())
 
     def _from_first_worker(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
@@ -452,7 +452,7 @@ class MultiCollector(BaseCollector):
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""
         self._check_open()
-        chosen = None if reset_idx is None else _marked(reset_idx, len(self._backend.workers))
+        chosen = None if reset_idx is None else _marked_workers(reset_idx, len(self._backend.workers))
 
         def work() -> None:
             self._backend.reset(workers=chosen)
@@ -471,7 +471,7 @@ class MultiCollector(BaseCollector):
         )
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class MultiSyncCollector(MultiCollector):
     """Collects with several worker processes in step: a batch holds a rollout of each, all made by the same weights.
 
@@ -492,7 +492,7 @@ class MultiSyncCollector(MultiCollector):
     _sync = True
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class MultiAsyncCollector(MultiCollector):
     """Collects with several worker processes that continue while you learn: a batch is one worker's rollout.
 
@@ -514,7 +514,7 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class AsyncCollector(MultiAsyncCollector):
     """Collects with one worker process, which collects the next batch while you use this one.
 
@@ -537,7 +537,7 @@ class AsyncCollector(MultiAsyncCollector):
         num_workers: int | None = None,
         **options: Unpack[MultiCollectorOptions],
     ) -> None:
-        if listed(create_env_fn):
+        if is_list(create_env_fn):
             if len(create_env_fn) != 1:
                 raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
             (create_env_fn,) = create_env_fn
@@ -552,12 +552,12 @@ def _lag_limit(options: Options) -> LagLimit | None:
     return None if options.max_lag is None else LagLimit(options.max_lag)
 
 
-def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:
+def _count_and_makers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:
     if num_workers is not None and (
         isinstance(num_workers, bool) or not isinstance(num_workers, int) or not 1 <= num_workers <= MOST_LANES
     ):
         raise WrongArgument(f"num_workers must be a whole number ≥ 1 and at most {MOST_LANES:,}, got {num_workers!r}")
-    if listed(create_env_fn):
+    if is_list(create_env_fn):
         if not create_env_fn:
             raise UsageError(f"{owner} needs at least one env factory")
         return len(create_env_fn), list(create_env_fn)
@@ -566,7 +566,7 @@ def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, lis
     return num_workers, [create_env_fn] * num_workers
 
 
-def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any]]:
+def _pop_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any]]:
     """Remove the options that may differ between workers from `options`; return their values, one for each worker."""
     each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
     for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
@@ -580,7 +580,7 @@ def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
     """Return the value of an option for each of `count` workers."""
-    if not listed(value):
+    if not is_list(value):
         return [value] * count
     if len(value) != count:
         raise SpecMismatch(f"{name} holds {len(value)} values for {count} workers")
@@ -589,7 +589,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
     """Return how many frames each worker collects for a batch."""
-    if listed(value):
+    if is_list(value):
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
         return [_frames(one, 1, sync=sync)[0] for one in value]
@@ -610,7 +610,7 @@ def _weights_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return given[0]
 
 
-def _marked(index: Any, count: int) -> list[int]:
+def _marked_workers(index: Any, count: int) -> list[int]:
     chosen = torch.as_tensor(index).reshape(-1)
     if chosen.dtype is not torch.bool or len(chosen) != count:
         raise UsageError(f"reset takes one True or False for each of {count} workers, got {index!r}")

@@ -29,7 +29,7 @@ _LEGACY = {
     "exploration_mode": "exploration_type",
 }
 _MODELS = ("policy", "env", "postproc")  # where a model's path can begin, for weights that are sent to it
-_LATER = {
+_UNSUPPORTED = {
     "collector_class",
     "weight_recv_schemes",
 }
@@ -48,10 +48,11 @@ WORKERS_ONLY = frozenset(
         "start_method",
     }
 )
-_OF_PARALLEL_ENVS = ("timeout", "start_method", "num_sub_threads")  # those of `WORKERS_ONLY` that `ParallelEnv` takes
+# Those of `WORKERS_ONLY` that `ParallelEnv` takes too.
+_PARALLEL_ENV_OPTIONS = ("timeout", "start_method", "num_sub_threads")
 # Hints for unknown names, where the most similar option is not the one that is meant.
 _WORKERS = "; worker processes are MultiSyncCollector([make_env] * 2, …), or Collector(…, num_collectors=2)"
-_MEANT = {"num_workers": _WORKERS, "n_workers": _WORKERS}
+_HINTS = {"num_workers": _WORKERS, "n_workers": _WORKERS}
 _FLAGS = (
     "capture",
     "deterministic",
@@ -399,7 +400,7 @@ class Options:
         given = self.out_keys
         if given is None:
             return None
-        keys = [as_key(key) for key in given if key and isinstance(key, (str, tuple))] if listed(given) else []
+        keys = [as_key(key) for key in given if key and isinstance(key, (str, tuple))] if is_list(given) else []
         if not keys or len(keys) != len(given) or len({*keys}) != len(keys):
             raise WrongArgument(f"out_keys must be a list of different keys, as ['action', 'value'], got {given!r}")
         return keys
@@ -428,31 +429,31 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
         raise WrongArgument("use_buffers=True keeps batches; with replay_buffer there are none to keep")
     for name in _WITHOUT_EFFECT:
         given.pop(name, None)
-    for name in sorted(_LATER & given.keys()):
+    for name in sorted(_UNSUPPORTED & given.keys()):
         value = given.pop(name)
         if value is not None and value is not False:
             raise UsageError(f"{owner} does not support {name} yet")
     fields = {f.name for f in dataclasses.fields(Options)} - without
     for name in given:
         if name in without:
-            raise WrongArgument(f"{owner} has no option {name!r}: {_why_without(name)}")
+            raise WrongArgument(f"{owner} has no option {name!r}: {_why_unsupported(name)}")
         if name not in fields:
-            hint = _MEANT.get(name) or nearest(name, fields)
+            hint = _HINTS.get(name) or nearest(name, fields)
             raise WrongArgument(f"{owner} has no option {name!r}{hint}")
     if given.get("frames_per_batch") is None:
         raise WrongArgument(f"{owner} needs frames_per_batch: how many frames a batch holds")
     return Options(**given)
 
 
-def _why_without(name: str) -> str:
+def _why_unsupported(name: str) -> str:
     """Return the reason why a collector lacks an option that other collectors have."""
     if name not in WORKERS_ONLY:
         return "its lanes are not in step"
-    also = ". An env that is stepped in processes takes it itself: ParallelEnv(…, {0}=…)" * (name in _OF_PARALLEL_ENVS)
-    return f"it is for collectors with worker processes{also.format(name)}"
+    also = f". An env that is stepped in processes takes it itself: ParallelEnv(…, {name}=…)"
+    return f"it is for collectors with worker processes{also if name in _PARALLEL_ENV_OPTIONS else ''}"
 
 
-def listed(value: Any) -> bool:
+def is_list(value: Any) -> bool:
     """Return whether this is a list with an entry for each worker: any sequence, so that configuration files work."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 

@@ -21,7 +21,7 @@ class Placement:
 
     pack: ClassVar[Callable[..., Any]] = staticmethod(pack)  # pickles users' objects for the workers
     preempts: ClassVar[bool] = True  # whether rollouts can be cut short
-    workers_go_on: ClassVar[bool] = True  # whether workers that write to a buffer collect without being asked
+    workers_run_free: ClassVar[bool] = True  # whether workers that write to a buffer collect without being asked
     options_by_worker: Sequence[Mapping[str, Any]] | None = None  # the options of each worker, if they differ
     update_interval = -1  # the collector sends weights after this many batches; -1: only when the user says so
 
@@ -59,33 +59,33 @@ class Placement:
 class InlinePlacement(Placement):
     """Places workers in this process, for debugging, in place of another placement."""
 
-    workers_go_on = False  # in the background, a thread of this process takes their rollouts one after another
+    workers_run_free = False  # in the background, a thread of this process takes their rollouts one after another
 
     def __init__(self, instead_of: Placement) -> None:
-        self._of = instead_of
+        self._replaced = instead_of
         self.pack, self.preempts = instead_of.pack, instead_of.preempts  # type: ignore[misc, method-assign]
         self.options_by_worker, self.update_interval = instead_of.options_by_worker, instead_of.update_interval
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the replaced placement."""
-        return getattr(self._of, name)
+        return getattr(self._replaced, name)
 
     def workers_write(self, buffer: Any) -> bool:
-        return self._of.workers_write(buffer) and super().workers_write(buffer)
+        return self._replaced.workers_write(buffer) and super().workers_write(buffer)
 
     def transport(self, plans: Sequence[Any], options: Options) -> Transport:
         return InlineTransport()
 
     def writer(self, options: Options) -> Any:
-        return None if super().writer(options) is None else _WriterHere(options)
+        return None if super().writer(options) is None else _InlineWriterMaker(options)
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
-        if self._of.nested_workers(options, workers) is not None:
+        if self._replaced.nested_workers(options, workers) is not None:
             raise UsageError("workers='inline' has one loop in each worker; leave collector_class out while you debug")
         return None
 
 
-class _WriterHere:
+class _InlineWriterMaker:
     """Makes a worker's writer in this process: copies of hooks and postproc, and the collector's own buffer."""
 
     def __init__(self, options: Options) -> None:

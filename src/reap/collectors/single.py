@@ -17,8 +17,8 @@ from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import mark_truncated
 from reap.collectors.keywords import CollectorOptions
 from reap.collectors.multi import MultiCollector
-from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
-from reap.collectors.parts.weight_updates import Workers, load_model, place_of
+from reap.collectors.options import WORKERS_ONLY, is_list, read_options, shows_options
+from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
 from reap.collectors.plans import EnvMaker, PolicyMaker, StepsPerRollout, plan_for
 from reap.core.attribute_path import each_call, get_attribute
 from reap.core.columns.assemble_ragged import assembler
@@ -65,11 +65,11 @@ class Collector(BaseCollector):
             if named:
                 raise WrongArgument(f"{cls.__name__} has no option {min(named)!r}; it belongs to Collector itself")
             return super().__new__(cls)
-        backend, count, sync, more = _where(options)
+        backend, count, sync, more = _placement_from(options)
         if backend == "direct":
             return super().__new__(cls)
         rest = {key: value for key, value in options.items() if key not in _PLACEMENT_OPTIONS}
-        if listed(create_env_fn):
+        if is_list(create_env_fn):
             if count not in (None, len(create_env_fn)):
                 raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         else:
@@ -93,7 +93,7 @@ class Collector(BaseCollector):
         policy = rand_step_as_policy(policy)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
-        if listed(create_env_fn):
+        if is_list(create_env_fn):
             if len(create_env_fn) != 1:
                 raise UsageError(
                     f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
@@ -122,7 +122,7 @@ class Collector(BaseCollector):
         make_policy = PolicyMaker(policy, settings.policy_factory, device)
         first = settings.first_weights if policy is None else None
         self._backend = InlineBackend(
-            self._planned(plan_for(settings, make_env, make_policy, steps, device)),
+            self._adjust_plan(plan_for(settings, make_env, make_policy, steps, device)),
             source=policy if first is None else first,
             same_slot=settings.return_same_td,
             transport=settings.weight_transport,
@@ -138,7 +138,7 @@ class Collector(BaseCollector):
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
 
-    def _planned(self, plan: Plan) -> Plan:
+    def _adjust_plan(self, plan: Plan) -> Plan:
         """Return the plan the worker is built from. Subclasses override this to change what no option covers."""
         return plan
 
@@ -187,7 +187,7 @@ class Collector(BaseCollector):
         return self._backend.publish(weights)
 
     def _load_model(self, path: str, weights: Any) -> None:
-        place_of(path)
+        root_of_path(path)
         load_model(path, weights, self.options.strategy(path), find=partial(get_attribute, self), ask=self._ask)
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
@@ -269,7 +269,7 @@ def _remote_collector(backend: str) -> type[MultiCollector]:
     return found
 
 
-def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, Any]]:
+def _placement_from(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, Any]]:
     """Return where the collector runs: the backend, the number of workers, whether in step, and further options."""
     name, count, sync = options.get("backend"), options.get("num_collectors"), options.get("sync")
     more = options.get("backend_options")

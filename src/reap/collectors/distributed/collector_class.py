@@ -27,7 +27,7 @@ _NAMES = {kind.__name__: name for kind, name in _KINDS.items()} | {
 def nested_workers_for(collector_class: Any, workers: Any) -> NestedWorkers | None:
     """Return the processes that `collector_class` and its number ask for inside each worker; None: a single loop."""
     count("num_workers_per_collector", workers)
-    kind = _kind("single" if collector_class is None else collector_class)
+    kind = _mode("single" if collector_class is None else collector_class)
     if kind == "single":
         if workers > 1:
             raise UsageError(
@@ -38,13 +38,13 @@ def nested_workers_for(collector_class: Any, workers: Any) -> NestedWorkers | No
     return NestedWorkers(workers, kind == "sync")
 
 
-def _kind(given: Any) -> str:
+def _mode(given: Any) -> str:
     """Return "single", "sync" or "async", for one of these words or for a collector class of reap's or TorchRL's."""
     if isinstance(given, type):
         for base in given.__mro__:
             theirs = base.__module__.startswith("torchrl.") and base.__name__ in _NAMES
             if base in _KINDS or theirs:
-                _check_nothing_is_lost(given, base)
+                _check_no_own_methods(given, base)
                 return _NAMES[base.__name__]
     elif isinstance(given, str) and given in ("single", "sync", "async"):
         return given
@@ -57,7 +57,7 @@ def _kind(given: Any) -> str:
     )
 
 
-def _check_nothing_is_lost(given: type, base: type) -> None:
+def _check_no_own_methods(given: type, base: type) -> None:
     """Raise if a user's subclass adds methods: workers would run its base instead, and never call them."""
     own = {
         name

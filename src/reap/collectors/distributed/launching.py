@@ -41,7 +41,7 @@ DEFAULT_SLURM_CONF_MAIN = {**DEFAULT_SLURM_CONF, "slurm_gpus_per_node": 1}
 _FRAMEWORKS = ("distributed", "rpc")
 
 
-def nodes_of(given: Mapping[str, Any]) -> NodeSettings:
+def node_settings(given: Mapping[str, Any]) -> NodeSettings:
     """Return where a collector listens for workers and what starts them, from the options in `LAUNCH_DEFAULTS`."""
     launcher = "join" if given["launcher"] is None else given["launcher"]
     slurm, patience = given["slurm_kwargs"], given["join_timeout"]

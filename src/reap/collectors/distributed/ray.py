@@ -15,13 +15,13 @@ from reap.backends.remote.ray import RayActorTransport, RayConnection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
 from reap.collectors.distributed.keywords import DEFAULTS, RayCollectorOptions
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from reap.collectors.options import Options, listed, shows_options
+from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.options import Options, is_list, shows_options
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 from reap.failures import FailurePolicy
 
 _GPU_SHARE = 0.2  # the share of a GPU for an actor whose policy runs on one
-_ELSEWHERE = {
+_NOT_FOR_RAY = {
     "use_env_creator": "env factories travel as they are",
     "weight_recv_schemes": "this collector sends weights, with weight_sync_schemes; it is nobody's worker",
 }
@@ -30,7 +30,7 @@ _ELSEWHERE = {
 class _RayPlacement(RemotePlacement):
     """Places workers in actors of a Ray cluster, which are asked for each rollout."""
 
-    workers_go_on = False
+    workers_run_free = False
     own = {
         "num_collectors": None,
         "ray_init_config": None,
@@ -61,7 +61,7 @@ class _RayPlacement(RemotePlacement):
 
 
 @FarCollector.register
-@shows_options(without=WITHOUT, more=RayCollectorOptions, defaults={**DEFAULTS, **_RayPlacement.own})
+@shows_options(without=UNSUPPORTED, more=RayCollectorOptions, defaults={**DEFAULTS, **_RayPlacement.own})
 class RayCollector(MultiCollector):
     """Collects with Ray actors: in the cluster this process is connected to, or else in one that is started here.
 
@@ -93,11 +93,11 @@ class RayCollector(MultiCollector):
     def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[RayCollectorOptions]) -> None:
         options: dict[str, Any] = {**keywords}
         count = whole("num_collectors", options.get("num_collectors"), none=True)
-        if listed(create_env_fn) and count not in (None, len(create_env_fn)):
+        if is_list(create_env_fn) and count not in (None, len(create_env_fn)):
             raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         if count is not None:
             options["num_workers"] = count
-        for name, why in _ELSEWHERE.items():
+        for name, why in _NOT_FOR_RAY.items():
             value = options.get(name)
             if value is not None and value is not False:
                 raise UsageError(f"{name} is not for {type(self).__name__}: {why}")
@@ -157,7 +157,7 @@ class RayCollector(MultiCollector):
             collector_kwargs: must be empty: new actors have the options of the existing ones.
             remote_configs: resources and placement of a new actor, or a list with those of each.
         """
-        makers = list(create_env_fn) if listed(create_env_fn) else [create_env_fn]
+        makers = list(create_env_fn) if is_list(create_env_fn) else [create_env_fn]
         inside = 1 if self._placement.nested is None else self._placement.nested.workers
         if num_envs not in (None, inside):
             raise UsageError(f"num_envs={num_envs}, but num_workers_per_collector is {inside} for all actors")
@@ -240,7 +240,7 @@ def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> l
     """Return the Ray options of each actor. With `extend`, new actors get the last entry of a list for earlier ones."""
     if configs is None or isinstance(configs, Mapping):
         each = [configs] * len(plans)
-    elif not listed(configs):
+    elif not is_list(configs):
         raise WrongArgument(f"remote_configs must be a mapping for Ray's options(), or a list of them, got {configs!r}")
     else:
         each = list(configs)
@@ -251,9 +251,9 @@ def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> l
     for one in each:
         if one is not None and not isinstance(one, Mapping):
             raise WrongArgument(f"remote_configs must hold mappings for Ray's options(), got {type(one).__name__}")
-    return [_usual(plan) if one is None else dict(one) for one, plan in zip(each, plans)]
+    return [_default_resources(plan) if one is None else dict(one) for one, plan in zip(each, plans)]
 
 
-def _usual(plan: Any) -> dict[str, Any]:
+def _default_resources(plan: Any) -> dict[str, Any]:
     on_gpu = plan.policy_device is not None and plan.policy_device.type == "cuda"
     return {"num_cpus": 1, "num_gpus": _GPU_SHARE} if on_gpu else {"num_cpus": 1}

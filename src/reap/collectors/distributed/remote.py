@@ -13,7 +13,7 @@ from reap.backends.local.pauses import Paused
 from reap.backends.nested_workers import NestedWorkers
 from reap.backends.remote.message_transport import MessageTransport
 from reap.collectors.distributed.collector_class import nested_workers_for
-from reap.collectors.distributed.collector_kwargs import merged
+from reap.collectors.distributed.collector_kwargs import merge_options
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import Options
 from reap.collectors.placement import Placement
@@ -37,7 +37,7 @@ class RemotePlacement(Placement):
         )
         self.given = {name: left.pop(name, usual) for name, usual in self.own.items()}
         self.nested = nested_workers_for(left.pop("collector_class", None), left.pop("num_workers_per_collector", 1))
-        self.options_left, self.options_by_worker = merged(
+        self.options_left, self.options_by_worker = merge_options(
             left, left.pop("collector_kwargs", None), ("sync", *self.given)
         )
 

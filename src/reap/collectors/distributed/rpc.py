@@ -12,9 +12,9 @@ from typing_extensions import Self, Unpack
 from reap.arguments import mapping
 from reap.backends.remote.rpc import THREADS, TensorPipeTransport
 from reap.collectors.distributed.keywords import DEFAULTS, RPCCollectorOptions
-from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, nodes_of
+from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, node_settings
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
 from reap.errors import UsageError, WrongArgument
 
@@ -37,12 +37,12 @@ class _TensorPipePlacement(RemotePlacement):
             )
         check_backend_name(self.given["backend"])
         _check_devices(self.given["visible_devices"])
-        nodes, one_by_one = nodes_of(self.given), options.on_failure != "raise"
+        nodes, one_by_one = node_settings(self.given), options.on_failure != "raise"
         return TensorPipeTransport(agent=agent, nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
 @FarCollector.register
-@shows_options(without=WITHOUT, more=RPCCollectorOptions, defaults={**DEFAULTS, **_TensorPipePlacement.own})
+@shows_options(without=UNSUPPORTED, more=RPCCollectorOptions, defaults={**DEFAULTS, **_TensorPipePlacement.own})
 class RPCCollector(MultiCollector):
     """Collects with workers that are reached by torch.distributed.rpc (TensorPipe).
 

@@ -9,9 +9,9 @@ from typing_extensions import Self, Unpack
 
 from reap.backends.remote.gloo import GlooTransport
 from reap.collectors.distributed.keywords import DEFAULTS, DistributedCollectorOptions
-from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, nodes_of
+from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, node_settings
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
 from reap.errors import UsageError
 
@@ -23,12 +23,12 @@ class _GlooPlacement(RemotePlacement):
 
     def transport(self, plans: Sequence[Any], options: Options) -> GlooTransport:
         check_backend_name(self.given["backend"])
-        nodes, one_by_one = nodes_of(self.given), options.on_failure != "raise"
+        nodes, one_by_one = node_settings(self.given), options.on_failure != "raise"
         return GlooTransport(nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
 @FarCollector.register
-@shows_options(without=WITHOUT, more=DistributedCollectorOptions, defaults={**DEFAULTS, **_GlooPlacement.own})
+@shows_options(without=UNSUPPORTED, more=DistributedCollectorOptions, defaults={**DEFAULTS, **_GlooPlacement.own})
 class DistributedCollector(MultiCollector):
     """Collects with workers that are reached by torch.distributed (gloo); a rollout is sent as one tensor.
 

@@ -24,7 +24,7 @@ from reap.errors import SpecMismatch, UsageError
 from reap.trajectories import FINAL, split_trajectories
 
 Join = Callable[[TensorDictBase], TensorDictBase]
-_TORN = 2**62  # the first id for the rest of a trajectory whose middle was dropped; the ids of workers are lower
+_FIRST_NEW_ID = 2**62  # for the rest of trajectories whose middle was dropped; the ids that workers give are lower
 
 
 class Part(NamedTuple):
@@ -52,7 +52,7 @@ class Arrangement:
         """The number of frames in rollouts that were dropped."""
         return 0
 
-    def name_keys(self, batch: TensorDictBase) -> None:
+    def rename_keys(self, batch: TensorDictBase) -> None:
         """Rename the keys of a batch that have another name in delivered batches."""
 
     def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
@@ -144,11 +144,11 @@ def join_for(cat: Any, layouts: Sequence[Layout], *, compact: bool) -> Join:
     if compact and along == "time" and (own.batched or len(lengths) > 1):
         raise UsageError(f"compact_obs needs lanes that stay whole; cat_results={cat} joins them in time")
     if FRAME in own.columns:  # batches of whole frames arrive stacked by worker
-        return _as_it_is if along == "stack" else _concatenated(0 if along == "lanes" else -1)
+        return _unchanged if along == "stack" else _concatenated(0 if along == "lanes" else -1)
     if along == "lanes":
-        return _as_it_is if len(own.dims) <= 1 else _reshaped(-1, *own.dims[1:])
+        return _unchanged if len(own.dims) <= 1 else _reshaped(-1, *own.dims[1:])
     if not own.batched:
-        return _as_it_is if along == "stack" else lambda batch: batch.reshape(-1)
+        return _unchanged if along == "stack" else lambda batch: batch.reshape(-1)
     stacked = _reshaped(len(layouts), *own.dims)
     if along == "stack":
         return stacked
@@ -156,7 +156,7 @@ def join_for(cat: Any, layouts: Sequence[Layout], *, compact: bool) -> Join:
     return lambda batch: in_time(stacked(batch))
 
 
-def _as_it_is(batch: TensorDictBase) -> TensorDictBase:
+def _unchanged(batch: TensorDictBase) -> TensorDictBase:
     return batch
 
 
@@ -174,7 +174,7 @@ class LagLimit:
     def __init__(self, most: int) -> None:
         self._most = most
         self._renamed: dict[int, dict[int, int]] = {}  # by worker: the worker's id of a trajectory, and its new one
-        self._torn = itertools.count(_TORN)
+        self._new_ids = itertools.count(_FIRST_NEW_ID)
         self.dropped_frames = 0
 
     def admit(self, batch: TensorDictBase, rollout: Rollout, version: int) -> bool:
@@ -183,17 +183,17 @@ class LagLimit:
         if version - rollout.version <= self._most:
             return True
         self.dropped_frames += rollout.frames
-        self._tear(batch, rollout.worker)
+        self._give_new_ids(batch, rollout.worker)
         return False
 
-    def _tear(self, batch: TensorDictBase, worker: int) -> None:
+    def _give_new_ids(self, batch: TensorDictBase, worker: int) -> None:
         """Give the trajectories open at the end of a dropped rollout new ids, since their middle is missing."""
         ids = batch.get(TRAJ_IDS, None)
         if ids is not None:
             renamed = self._renamed.setdefault(worker, {})
             known = {now: own for own, now in renamed.items()}
             for now in ids.reshape(-1, ids.shape[-1])[:, -1].tolist():
-                renamed[known.get(now, now)] = next(self._torn)
+                renamed[known.get(now, now)] = next(self._new_ids)
 
     def _rename(self, batch: TensorDictBase, worker: int) -> None:
         renamed, ids = self._renamed.get(worker), batch.get(TRAJ_IDS, None)

@@ -32,7 +32,7 @@ from reap.core.capture.chance import beside_the_learner
 from reap.errors import NotReady, WorkerRaised, WorkerSilent
 
 T = TypeVar("T")
-_LOOK = 0.002  # seconds between checks whether the buffer's limiter lets us write again: other processes may sample
+_POLL_SECONDS = 0.002  # between checks whether the buffer's limiter lets us write: other processes may sample
 
 
 class Runner(Protocol):
@@ -81,7 +81,7 @@ class ThreadRunner:
         self._change = threading.Condition(self._lock)
         self._requests: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._pauses, self._interrupts = Pauses(), Interrupts()
-        self._resting = self._stopping = self._over = False
+        self._resting = self._stopping = self._ended = False
         self._failure: Exception | None = None
         self.told = False
         self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
@@ -100,7 +100,7 @@ class ThreadRunner:
     def _run(self) -> None:
         beside_the_learner()
         try:
-            while self._next():
+            while self._wait_for_turn():
                 turn = self._turn()
                 if turn is None or not turn():
                     break
@@ -113,11 +113,11 @@ class ThreadRunner:
             self._failure = ended_by(cause, "the collecting thread")
         finally:
             with self._change:
-                self._over = True
+                self._ended = True
                 self._change.notify_all()
-            self._serve()  # requests that were queued before `_over` was set
+            self._serve()  # requests that were queued before `_ended` was set
 
-    def _next(self) -> bool:
+    def _wait_for_turn(self) -> bool:
         """Serve requests and wait until the next batch is due; return False if the thread must stop."""
         while True:
             self._serve()
@@ -130,7 +130,7 @@ class ThreadRunner:
                 if not self._resting and self._wanted():
                     return True
                 self._change.notify_all()
-                self._change.wait(AGAIN if self._resting else _LOOK)
+                self._change.wait(AGAIN if self._resting else _POLL_SECONDS)
 
     def _serve(self) -> None:
         while self._requests:
@@ -142,7 +142,7 @@ class ThreadRunner:
             with self._change:
                 self._change.notify_all()
 
-    def _until(self, true: Callable[[], bool], timeout: float | None = None) -> None:
+    def _wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> None:
         """Wake the thread and wait until `true()`; raise `NotReady` after `timeout` seconds.
 
         Ctrl-C is raised only between two waits: raised inside `Condition.wait`, it could leave it without its lock.
@@ -162,18 +162,18 @@ class ThreadRunner:
     def between(self, work: Callable[[], T]) -> T:
         future: Future[T] = Future()
         with self._lock:
-            here = self._over or threading.current_thread() is self._thread
+            here = self._ended or threading.current_thread() is self._thread
             if not here:
                 self._requests.append((work, future))
         if here:
             return work()
-        self._until(future.done)
+        self._wait_until(future.done)
         return future.result()
 
     def pause(self, paused: Paused, timeout: float | None = None) -> None:
         self._pauses.begin(paused)
         if threading.current_thread() is not self._thread:
-            self._until(lambda: self._resting or self._over, timeout)
+            self._wait_until(lambda: self._resting or self._ended, timeout)
 
     def resume(self, paused: Paused | None = None) -> None:
         with self._interrupts.held(), self._lock:
@@ -190,7 +190,7 @@ class ThreadRunner:
 
     @property
     def running(self) -> bool:
-        return not self._over
+        return not self._ended
 
     def paused_without(self, thread: int) -> bool:
         return self._pauses.hold_without(thread)

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from reap.backends.base import Backend, Rollout
-from reap.collectors.buffer_writers import Sink, mark_truncated, processed
+from reap.collectors.buffer_writers import Sink, mark_truncated, post_processed
 from reap.collectors.options import Options
 from reap.collectors.parts.arrangements import Arrangement, Part
 from reap.collectors.parts.listeners import Listeners
@@ -148,7 +148,7 @@ class BatchPipeline:
             return None
         split = self.arrangement.split if self._options.split_trajs else None
         if self.sink is None:
-            out = processed(self.taken[0].batch, split=split, postproc=postproc, hook=hook)
+            out = post_processed(self.taken[0].batch, split=split, postproc=postproc, hook=hook)
             if self.listeners.all:
                 self.listeners.show(out, (self.batches, 1))
             self.batches += 1
@@ -156,7 +156,7 @@ class BatchPipeline:
             return out
         while self.taken:
             part = self.taken[0]
-            done = processed(part.batch, split=split, postproc=postproc, hook=hook)
+            done = post_processed(part.batch, split=split, postproc=postproc, hook=hook)
             if self.listeners.all:
                 self.listeners.show(done, (self.batches, len(self.taken)))
             self.sink.take(done, part.worker)
@@ -167,6 +167,6 @@ class BatchPipeline:
     def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
         """Return this batch of zeros `[lanes, T]` in the form in which it would be delivered; count nothing."""
         batch = batch if self._storing is None else batch.to(self._storing)
-        self.arrangement.name_keys(batch)
+        self.arrangement.rename_keys(batch)
         split = self.arrangement.split if self._options.split_trajs else None
-        return processed(batch, split=split, postproc=postproc, hook=None)
+        return post_processed(batch, split=split, postproc=postproc, hook=None)

@@ -42,7 +42,7 @@ class Lifecycle:
         why = self.why_closed or "it was broken off"
         return WrongState(f"this {self._owner} was closed while it was at work: {why}")
 
-    def send_away(self, backend: Backend, close_env: bool) -> None:
+    def break_off_other_thread(self, backend: Backend, close_env: bool) -> None:
         """Break off a batch that another thread is taking, and wait for that thread, before the backend is closed.
 
         A thread that collects in this process is not waited for: it closes the env itself when it leaves it.

@@ -48,9 +48,9 @@ class StalenessWatch:
     def __init__(self, policy: Any, *, who: str, remedy: str, workers: int = 1) -> None:
         self._modules = modules_in(policy)
         self._who, self._remedy = who, remedy
-        self._left = set(range(workers))  # workers that were never sent weights
-        self._all = workers
-        self._patience, self._told = _PATIENCE, False
+        self._never_sent = set(range(workers))  # workers that were never sent weights
+        self._workers = workers
+        self._patience, self._warned = _PATIENCE, False
         self.rebase()
 
     @property
@@ -61,19 +61,19 @@ class StalenessWatch:
     def rebase(self) -> None:
         """Start over with the policy's current values: the copies have the same ones now."""
         self._behind = self._possible = 0  # rollouts with old weights: the certain ones, and all possible ones
-        self._other = False  # whether the last checksum differed
-        self._find()
+        self._differs = False  # whether the last checksum differed
+        self._index_parameters()
         self._sums = self._checksum()
 
     def sent(self, workers: Iterable[int] | None) -> bool:
         """Note that weights were sent to these workers, or to all (None); return whether other workers are left."""
-        self._left -= self._left if workers is None else set(workers)
-        self._patience = max(_PATIENCE, self._all + 1)  # the learner may update one worker per batch, in turns
-        return bool(self._left)
+        self._never_sent -= self._never_sent if workers is None else set(workers)
+        self._patience = max(_PATIENCE, self._workers + 1)  # the learner may update one worker per batch, in turns
+        return bool(self._never_sent)
 
-    def _find(self) -> None:
+    def _index_parameters(self) -> None:
         """Store which parameters there are, and the dictionaries that hold them, to notice replaced ones later."""
-        every = list(self._every())
+        every = list(self._watchable_parameters())
         self._parameters = every[:: max(1, -(-len(every) // _WATCHED))]
         if not torch_internals.SEES_REPLACED:  # then `changed` compares the checksum each time
             return
@@ -82,20 +82,20 @@ class StalenessWatch:
         held = chain.from_iterable(map(torch_internals.holders, parts))
         self._holders = [one for one in held if one]
         self._held = [*chain.from_iterable(map(dict.values, self._holders)), None]
-        self._seen = self._look()
+        self._seen = self._sample()
 
-    def _every(self) -> Iterator[nn.Parameter]:
+    def _watchable_parameters(self) -> Iterator[nn.Parameter]:
         for module in self._modules:
             for p in module.parameters():
                 if not (p.is_inference() or is_lazy(p) or p.is_meta) and p.layout is torch.strided:
                     yield p
 
-    def _look(self) -> tuple[int, list[float]]:
-        return sum(map(torch_internals.version_of, self._parameters)), [_number(p) for p in self._read]
+    def _sample(self) -> tuple[int, list[float]]:
+        return sum(map(torch_internals.version_of, self._parameters)), [_first_value(p) for p in self._read]
 
     def _checksum(self) -> list[int]:
         """Return one sum of the bits of each parameter: equal values have equal sums, on any device."""
-        sums = [_bits(p.detach()).sum(dtype=torch.int64) for p in self._every()]
+        sums = [_bits(p.detach()).sum(dtype=torch.int64) for p in self._watchable_parameters()]
         if len({one.device for one in sums}) == 1:
             return torch.stack(sums).tolist()  # one transfer from a GPU for all
         return [int(one) for one in sums]
@@ -104,40 +104,40 @@ class StalenessWatch:
         """Return whether the policy's values differ from those of its copies."""
         if torch_internals.SEES_REPLACED:
             held = chain(chain.from_iterable(map(dict.values, self._holders)), _END)
-            if all(map(operator.is_, held, self._held)) and self._look() == self._seen:
-                return self._other
-        self._find()
-        self._other = self._checksum() != self._sums
-        return self._other
+            if all(map(operator.is_, held, self._held)) and self._sample() == self._seen:
+                return self._differs
+        self._index_parameters()
+        self._differs = self._checksum() != self._sums
+        return self._differs
 
     def batch_taken(self) -> None:
         """Check after one more batch; warn if three in a row (`_patience`) were collected with old weights."""
-        if self._told:
+        if self._warned:
             return
         self._behind = self._behind + 1 if self.changed() else 0
         if self._behind == self._patience:
-            self._tell(f"{self._behind} batches in a row")
+            self._warn(f"{self._behind} batches in a row")
 
     def made_in_background(self, rollouts: int) -> None:
-        """Count this many more rollouts of the background; `tell_background` decides whether to warn."""
-        if not self._told and rollouts:
-            before = self._other
+        """Count this many more rollouts of the background; `warn_in_background` decides whether to warn."""
+        if not self._warned and rollouts:
+            before = self._differs
             if self.changed():
                 self._behind += rollouts if before else 0
                 self._possible += rollouts
 
-    def tell_background(self, *, ended: bool = False) -> None:
+    def warn_in_background(self, *, ended: bool = False) -> None:
         """Warn if there were enough rollouts. `ended`: no weights will be sent any more, so a few rollouts suffice."""
         found, enough = (self._possible, self._patience) if ended else (self._behind, _IN_BACKGROUND)
-        if not self._told and found >= enough:
-            self._tell("for all that was made in the background" if ended else f"{found} rollouts in the background")
+        if not self._warned and found >= enough:
+            self._warn("for all that was made in the background" if ended else f"{found} rollouts in the background")
 
-    def _tell(self, how_long: str) -> None:
-        self._told = True
+    def _warn(self, how_long: str) -> None:
+        self._warned = True
         who = self._who
-        if len(self._left) < self._all:
-            numbers = ", ".join(map(str, sorted(self._left)))
-            who = f"worker {numbers} still acts" if len(self._left) == 1 else f"workers {numbers} still act"
+        if len(self._never_sent) < self._workers:
+            numbers = ", ".join(map(str, sorted(self._never_sent)))
+            who = f"worker {numbers} still acts" if len(self._never_sent) == 1 else f"workers {numbers} still act"
         warn(
             f"the policy has changed, but {who} with the weights it had when the collector was made: "
             f"{how_long}. {self._remedy}"
@@ -162,22 +162,22 @@ def _gather(thing: Any, found: dict[int, nn.Module], seen: set[int], depth: int)
     if isinstance(thing, functools.partial):
         inside = [thing.func, *thing.args, *thing.keywords.values()]
     elif isinstance(thing, types.MethodType):
-        inside = [thing.__func__, *_used_by(thing.__func__, thing.__self__)]
+        inside = [thing.__func__, *_attributes_used_by(thing.__func__, thing.__self__)]
     elif isinstance(thing, types.FunctionType):
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if _filled(cell)]
+        cells = [cell.cell_contents for cell in thing.__closure__ or () if _has_value(cell)]
         named = [thing.__globals__.get(name) for name in thing.__code__.co_names]
-        inside = [*cells, *(thing.__defaults__ or ()), *(one for one in named if _calls(one))]
+        inside = [*cells, *(thing.__defaults__ or ()), *(one for one in named if _may_hold_modules(one))]
     elif isinstance(thing, (list, tuple)):
         inside = [one for one in thing if isinstance(one, nn.Module)]
     elif isinstance(thing, dict):
         inside = [one for one in thing.values() if isinstance(one, nn.Module)]
     elif isinstance(getattr(type(thing), "__call__", None), types.FunctionType):  # noqa: B004
-        inside = [type(thing).__call__, *_used_by(type(thing).__call__, thing)]
+        inside = [type(thing).__call__, *_attributes_used_by(type(thing).__call__, thing)]
     for one in inside:
         _gather(one, found, seen, depth - 1)
 
 
-def _used_by(function: Any, owner: Any) -> list[Any]:
+def _attributes_used_by(function: Any, owner: Any) -> list[Any]:
     """Return the attributes of `owner` that a method, and the methods it calls, mention by name."""
     if isinstance(owner, nn.Module):
         return [owner]
@@ -191,11 +191,11 @@ def _used_by(function: Any, owner: Any) -> list[Any]:
     return [value for name, value in getattr(owner, "__dict__", {}).items() if name in names]
 
 
-def _calls(thing: Any) -> bool:
+def _may_hold_modules(thing: Any) -> bool:
     return isinstance(thing, (nn.Module, types.FunctionType, types.MethodType, functools.partial))
 
 
-def _filled(cell: Any) -> bool:
+def _has_value(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:
@@ -217,7 +217,7 @@ _KINDS: dict[torch.dtype, type[ctypes.c_float] | type[ctypes.c_double]] = {
 }
 
 
-def _number(parameter: Tensor) -> float:
+def _first_value(parameter: Tensor) -> float:
     """Return a parameter's first value, read from its memory in a tenth of the time torch takes; 0.0 off the CPU."""
     kind = _KINDS.get(parameter.dtype)
     if kind is None or not parameter.is_cpu:

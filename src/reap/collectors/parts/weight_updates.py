@@ -64,7 +64,7 @@ class WeightUpdates:
         if count is not None:
             count()
 
-    def used(self, rollouts: int, *, background: bool) -> None:
+    def count_rollouts(self, rollouts: int, *, background: bool) -> None:
         """Note that this many more rollouts were collected; warn if the policy is trained but never sent."""
         if self.watch is not None and background:
             self.watch.made_in_background(rollouts)
@@ -78,7 +78,7 @@ class WeightUpdates:
             self.watch.rebase()
 
 
-def models_in(
+def weights_by_model(
     policy_or_weights: Any,
     weights: Any,
     policy: Any,
@@ -105,7 +105,7 @@ def models_in(
     return {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
 
 
-def place_of(path: str) -> str:
+def root_of_path(path: str) -> str:
     """Return the first part of a model's path, "env" or "postproc"; raise if it is anything else."""
     place = path.replace("[", ".").split(".")[0]
     if place not in ("env", "postproc"):
