@@ -54,7 +54,7 @@ class WriteOptions:
         )
 
     @property
-    def given(self) -> dict[str, Any]:
+    def user_code(self) -> dict[str, Any]:
         """The user's functions among these, by option name."""
         return {"postproc": self.postproc, "pre_collect_hook": self.before, "post_collect_hook": self.hook}
 

@@ -217,19 +217,17 @@ class MultiCollector(BaseCollector):
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
         """Return the plan of each worker, with its contents pickled for the worker's process."""
-        packed = {id(make): self._placement.pack(for_workers(make), "create_env_fn") for make in makers}
-        given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
-        kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
-        self._placement.pack(workers[0].init_fn, "init_fn")  # only to fail early, with its name: the job carries it
-        ours = self._packed_policies(workers, policy)
-        factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
-        made = {key: self._placement.pack(factory, "policy_factory") for key, factory in factories.items()}
+        pack = self._placement.pack
+        envs = _packed_once(pack, [for_workers(make) for make in makers], "create_env_fn")
+        kwargs = _packed_once(pack, [options.create_env_kwargs for options in workers], "create_env_kwargs")
+        pack(workers[0].init_fn, "init_fn")  # only to fail early, with its name: the job carries it
+        policies = self._packed_policies(workers, policy)
+        factories = _packed_once(pack, [options.policy_factory for options in workers], "policy_factory")
         plans = []
-        for w, (options, make, size, weights) in enumerate(zip(workers, makers, frames, ours)):
+        for w, (options, size) in enumerate(zip(workers, frames)):
             device, _ = options.devices
-            keywords = kwargs.get(id(options.create_env_kwargs))
-            env = EnvMaker(packed[id(make)], keywords, options.max_frames_per_traj, options.failure_dir, w)
-            acting = PolicyMaker(weights, made.get(id(options.policy_factory)), device)
+            env = EnvMaker(envs[w], kwargs[w], options.max_frames_per_traj, options.failure_dir, w)
+            acting = PolicyMaker(policies[w], factories[w], device)
             plans.append(plan_for(options, env, acting, StepsPerRollout(size), device))
         return plans
 
@@ -595,6 +593,13 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
         return [_frames(one, 1, sync=sync)[0] for one in value]
     frames: Any = whole("frames_per_batch", value)
     return [-(-frames // count) if sync else frames] * count
+
+
+def _packed_once(pack: Callable[..., Any], values: Sequence[Any], name: str) -> list[Any]:
+    """Return these values packed, an object that occurs several times only once; None stays None."""
+    different = {id(value): value for value in values if value is not None}
+    packed = {key: pack(value, name) for key, value in different.items()}
+    return [packed.get(id(value)) for value in values]
 
 
 def _packed_weights(weights: Any) -> Packed:

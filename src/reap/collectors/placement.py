@@ -42,13 +42,10 @@ class Placement:
             return None
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
-        way = WriteOptions.of(options)
-        maker = WriterMaker(way, buffer.handle()[1], buffer.transforms, options.timeout)
-        pack(
-            maker,
-            "what writes to the replay buffer",
-            {**way.given, "a transform of the replay buffer": buffer.transforms},
-        )
+        writing = WriteOptions.of(options)
+        maker = WriterMaker(writing, buffer.handle()[1], buffer.transforms, options.timeout)
+        parts = {**writing.user_code, "a transform of the replay buffer": buffer.transforms}
+        pack(maker, "what writes to the replay buffer", parts)  # only to fail early: the job carries it
         return maker
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
@@ -77,19 +74,12 @@ class InlinePlacement(Placement):
         return InlineTransport()
 
     def writer(self, options: Options) -> Any:
-        return None if super().writer(options) is None else _InlineWriterMaker(options)
+        if super().writer(options) is None:
+            return None
+        packed = pack(WriteOptions.of(options), "postproc")  # each worker has copies of hooks and postproc
+        return lambda fds, worker: Writer(packed.unpack(), options.replay_buffer)
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
         if self._replaced.nested_workers(options, workers) is not None:
             raise UsageError("workers='inline' has one loop in each worker; leave collector_class out while you debug")
         return None
-
-
-class _InlineWriterMaker:
-    """Makes a worker's writer in this process: copies of hooks and postproc, and the collector's own buffer."""
-
-    def __init__(self, options: Options) -> None:
-        self._packed, self._buffer = pack(WriteOptions.of(options), "postproc"), options.replay_buffer
-
-    def __call__(self, fds: Sequence[int], worker: int) -> Writer:
-        return Writer(self._packed.unpack(), self._buffer)

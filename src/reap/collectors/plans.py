@@ -52,15 +52,15 @@ class PolicyMaker:
 
     def __call__(self) -> Any:
         """Build the policy, on the device where it acts."""
+        source = self.policy if self.factory is None else self.factory
+        sent = isinstance(source, Packed)
+        policy = source.unpack() if sent else source
         if self.factory is not None:
-            sent = isinstance(self.factory, Packed)
-            made = self.factory.unpack()() if sent else self.factory()
-            made = placed(in_own_memory(made) if sent else made, self.device)
-            if self.policy is not None:
-                load(made, self.policy.unpack())
-            return made
-        sent = isinstance(self.policy, Packed)
-        return placed(in_own_memory(self.policy.unpack()) if sent else self.policy, self.device)
+            policy = policy()
+        policy = placed(in_own_memory(policy) if sent else policy, self.device)
+        if self.factory is not None and self.policy is not None:
+            load(policy, self.policy.unpack())
+        return policy
 
 
 @dataclass(frozen=True)

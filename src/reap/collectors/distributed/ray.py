@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -54,9 +55,9 @@ class _RayPlacement(RemotePlacement):
             return None
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; actors have written them to the buffer then")
-        way = WriteOptions.of(options)
-        maker = _WriterMaker(way, options.replay_buffer.client())
-        dumps(maker, "what writes to the replay buffer", way.given)
+        writing = WriteOptions.of(options)
+        maker = functools.partial(Writer, writing, options.replay_buffer.client())
+        dumps(maker, "what writes to the replay buffer", writing.user_code)  # only to fail early: the job carries it
         return maker
 
 
@@ -223,17 +224,6 @@ class RayAsyncCollector(RayCollector):
     """Collects with Ray actors that continue while you learn: a batch is one actor's rollout. See `RayCollector`."""
 
     _sync = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _WriterMaker:
-    """Makes an actor's buffer writer, in the actor."""
-
-    options: WriteOptions
-    client: Any
-
-    def __call__(self) -> Writer:
-        return Writer(self.options, self.client)
 
 
 def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> list[Mapping[str, Any]]:
