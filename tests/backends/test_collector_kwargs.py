@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector, RayCollector, RPCCollector
-from reap.collectors.distributed.collector_kwargs import merged
+from reap.collectors.distributed.collector_kwargs import merge_options
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 from reap.testing import EchoPolicy
 from tests.faults.worlds import healthy
@@ -22,7 +22,7 @@ def test_what_is_said_twice_alike_is_said_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         options = {"device": "cpu", "storing_device": "cpu", "max_frames_per_traj": 3, "frames_per_batch": 8}
-        assert merged(options, dict(options), ()) == (options, None)
+        assert merge_options(options, dict(options), ()) == (options, None)
 
 
 def test_the_collectors_own_option_holds():

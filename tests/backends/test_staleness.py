@@ -467,7 +467,7 @@ def test_workers_in_the_background_that_are_sent_weights_at_last():
 
 def test_rollouts_that_a_thread_asks_workers_for_are_counted_once(monkeypatch):
     """As where the buffer is a Ray actor: two are too few to warn of."""
-    monkeypatch.setattr(Placement, "workers_go_on", False)
+    monkeypatch.setattr(Placement, "workers_run_free", False)
     policy = Net()
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
     options = {"frames_per_batch": 12, "total_frames": 24, "replay_buffer": buffer}

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import reap.collectors.keywords as made
-from reap.collectors.batched import WITHOUT as NOT_BATCHED
+from reap.collectors.batched import UNSUPPORTED as NOT_BATCHED
 from reap.collectors.multi import PER_WORKER
-from reap.collectors.multi import WITHOUT as NOT_MULTI
+from reap.collectors.multi import UNSUPPORTED as NOT_MULTI
 from reap.collectors.options import Options, option_docs
 
 HEAD = '''"""Keywords: the options of each collector, for editors and type checkers. Made from `Options`, not by hand.
 
-`python -m tests.types.keywords --write` makes it anew, and a test says when that is due.
+`python -m tests.types.keywords --write` regenerates it, and a test fails when that is due.
 """
 
 from __future__ import annotations
@@ -63,29 +63,29 @@ def text() -> str:
     common = fields.keys() - each - NOT_BATCHED - NOT_MULTI
     return HEAD + "".join(
         (
-            typed("CommonOptions", "TypedDict", "What every collector can be told.", declared(common)),
+            typed("CommonOptions", "TypedDict", "Options of every collector.", declared(common)),
             typed(
                 "BatchedCollectorOptions",
                 "CommonOptions",
-                "What `AsyncBatchedCollector` can be told.",
+                "Options of `AsyncBatchedCollector`.",
                 declared(each),
             ),
             typed(
                 "LanesInStepOptions",
                 "TypedDict",
-                "What every collector but `AsyncBatchedCollector` can be told besides.",
+                "Further options of every collector except `AsyncBatchedCollector`.",
                 declared(NOT_BATCHED - NOT_MULTI),
             ),
             typed(
                 "CollectorOptions",
                 "BatchedCollectorOptions, LanesInStepOptions",
-                "What `Collector` can be told; some of it goes with `num_collectors` only.",
+                "Options of `Collector`; some require `num_collectors`.",
                 declared(NOT_BATCHED & NOT_MULTI),
             ),
             typed(
                 "MultiCollectorOptions",
                 "CommonOptions, LanesInStepOptions",
-                "What collectors with workers can be told.",
+                "Options of collectors with workers.",
                 declared(each, wide=True),
             ),
         )

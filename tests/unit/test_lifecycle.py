@@ -105,7 +105,7 @@ def test_a_collector_that_failed_stays_so_when_it_is_closed_again(monkeypatch):
     c = Collector(Fails((50,)), EchoPolicy(), frames_per_batch=4)
     c.next()
     with monkeypatch.context() as patch:
-        patch.setattr(c._life, "send_away", interrupted)
+        patch.setattr(c._life, "break_off_other_thread", interrupted)
         with pytest.raises(KeyboardInterrupt):
             c.next()
     c.shutdown()

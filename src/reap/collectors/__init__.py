@@ -1,4 +1,4 @@
-"""Collectors: the classes users know. Each is a plan, a backend and an assembler; none holds a loop."""
+"""Collectors: the public classes. Each combines a plan, a backend and an assembler; none has a loop of its own."""
 
 import warnings
 from typing import Any
@@ -48,7 +48,7 @@ _LEGACY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names of earlier days: they work, and say what they are called now."""
+    """Return a class by its deprecated name, with a warning that says its current one."""
     if name not in _LEGACY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = _LEGACY[name]

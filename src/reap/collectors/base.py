@@ -1,4 +1,4 @@
-"""BaseCollector: what all collectors have in common, which is everything but where their workers live.
+"""BaseCollector: everything collectors have in common. Subclasses add where the workers live.
 
 options ─► plan ─► backend.take ─► assemble ─► arrange ─► split ─► postproc ─► hook ─┬─► consumer
                                                                                      └─► sink ─► replay buffer
@@ -35,7 +35,7 @@ from reap.collectors.parts.batch_pipeline import BatchPipeline
 from reap.collectors.parts.lifecycle import NEVER_BUILT, Lifecycle
 from reap.collectors.parts.profiling import ProfileConfig, Profiler
 from reap.collectors.parts.updaters import as_updater
-from reap.collectors.parts.weight_updates import WeightUpdates, Workers, models_in
+from reap.collectors.parts.weight_updates import WeightUpdates, Workers, weights_by_model
 from reap.core.attribute_path import get_attribute
 from reap.core.measuring.times import WorkClock
 from reap.core.policies.exploration import exploration_type
@@ -45,7 +45,7 @@ from reap.errors import ReapError, UsageError, WorkerError, WorkerSilent, WrongA
 from reap.progress import progress
 from reap.watching.watch import Watch
 
-_SHOWN = (
+_OPTION_ATTRIBUTES = (
     "compact_obs",
     "extend_buffer",
     "max_frames_per_traj",
@@ -78,7 +78,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         guard(self)
         self.replay_buffer = options.replay_buffer
         self._pipeline = BatchPipeline(options, self._make_sink())
-        self._rolling = False  # whether a subclass's own `rollout` is being asked for the next batch
+        self._in_own_rollout = False  # whether `_own_rollout` is calling a subclass's `rollout` for the next batch
         self._last: Rollout | None = None
         self._overrides = not type(self).rollout.__module__.startswith("reap.collectors.")
         if self._overrides:
@@ -87,25 +87,25 @@ class BaseCollector(IterableDataset[TensorDict]):
             self.replay_buffer.feed.attach(self)
             self.replay_buffer.watch(options.timeout)
         self._listeners = self._pipeline.listeners
-        self._runner: Runner | None = None  # who collects in the background
-        self._watch: Watch | None = None  # who serves a view of it
-        self._clock = WorkClock()  # when a batch is made here
+        self._runner: Runner | None = None  # collects in the background, once `start()` was called
+        self._watch: Watch | None = None  # serves the live view, once `watch()` was called
+        self._clock = WorkClock()  # measures the time this process spends in `next()`, and between two calls
         self._profiler = Profiler()
-        # Hooks that are called here.
+        # Hooks that this process calls; those that workers call are in `MultiCollector._worker_hooks`.
         self._pre_hook, self._post_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
         self.weight_updater = as_updater(options.weight_updater)
         if self.weight_updater is not None and hasattr(self.weight_updater, "register_collector"):
             self.weight_updater.register_collector(self)
         self._weights = WeightUpdates(options, self.weight_updater, update_interval)
-        # Names scripts look at.
+        # Attributes that scripts read.
         self.total_frames, self.init_random_frames = options.total, options.random_frames
         self.split_trajs = bool(options.split_trajs)
         self.exploration_type = exploration_type(options.exploration_type)
         self.policy_device, self.storing_device = options.devices
         self.device, self.env_device = options.env_devices
         self.compiled_policy, self.cudagraphed_policy = options.compiling is not None, bool(options.cudagraph_policy)
-        for name in _SHOWN:
+        for name in _OPTION_ATTRIBUTES:
             setattr(self, name, getattr(options, name))
         if self.storing_device is not None and hasattr(self.postproc, "to"):
             self.postproc.to(self.storing_device)  # type: ignore[union-attr]
@@ -138,9 +138,9 @@ class BaseCollector(IterableDataset[TensorDict]):
         return self.iterator()
 
     def iterator(self) -> Iterator[TensorDict]:
-        """Batches until `total_frames`; a new iterator goes on where the last one stopped.
+        """Return an iterator over batches until `total_frames`; a new iterator continues where the last one stopped.
 
-        With a replay buffer: None for each batch that was written, which type checkers are not told.
+        With a replay buffer it yields None for each batch that was written. The return type leaves that out.
         """
         self._check_not_background()
         return self._iterate()
@@ -153,7 +153,7 @@ class BaseCollector(IterableDataset[TensorDict]):
                 return
             yield batch
 
-    def next(self) -> TensorDict | Any:  # None is for those who ask at the end: type checkers do not insist on it
+    def next(self) -> TensorDict | Any:  # `| Any`, not `| None`: type checkers would demand a check at every call
         """Return the next batch; None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._check_not_background()
         return self._collect() if self._pipeline.more() else None
@@ -166,27 +166,27 @@ class BaseCollector(IterableDataset[TensorDict]):
         logger: Any = None,
         file: Any = None,
     ) -> Iterator[TensorDict]:
-        """Iterate over batches and show how far it is: frames, frames per second, return, lag.
+        """Iterate over batches and show the progress: frames, frames per second, return, lag.
 
         >>> for batch in collector.progress(100_000):
         ...     train(batch)
 
         Args:
-            total: stop when the collector has made so many frames in all, those before this call included; None:
+            total: stop when the collector has made this many frames in all, including those before this call; None:
                 `total_frames`.
             display: "tqdm", "rich", "plain" (a line every ten seconds) or "none"; None: what suits this terminal.
-            logger: one of `reap.loggers`, which is told the same numbers after each batch.
-            file: where it is shown; None: stderr.
+            logger: one of `reap.loggers`; it receives the same numbers after each batch.
+            file: the stream that shows the progress; None: stderr.
         """
         return progress(self, total, display=display, logger=logger, file=file)
 
     def rollout(self) -> TensorDictBase:
-        """One rollout as it comes: not counted, split, post-processed or written.
+        """Return one rollout unprocessed: not counted, split, post-processed or written to a buffer.
 
-        Batches are made of what a subclass returns here, if it has its own.
+        If a subclass overrides this method, batches are made from what the override returns.
         """
         pipeline = self._pipeline
-        if self._rolling:
+        if self._in_own_rollout:
             batch, self._last = pipeline.take(self._backend)
             return pipeline.arrangement.arrange(batch, self._last)
         self._check_not_background()
@@ -199,7 +199,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """What is called before each batch."""
+        """The function called before each batch is collected."""
         return self._pre_hook
 
     @pre_collect_hook.setter
@@ -208,7 +208,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
-        """What is called with each batch before it is delivered."""
+        """The function called with each batch before it is delivered."""
         return self._post_hook
 
     @post_collect_hook.setter
@@ -216,21 +216,21 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._post_hook = hook
 
     def _check_rollout(self) -> None:
-        """Refuse a subclass with a `rollout` of its own where that could not be heard."""
+        """Raise if this collector would never call a subclass's override of `rollout`."""
 
     def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:
-        """Return what the `rollout` of a subclass returns, and the one it was made of, if it was."""
-        self._last, self._rolling = None, True
+        """Return what the subclass's `rollout` returns, and the rollout it took by `super().rollout()`, if it did."""
+        self._last, self._in_own_rollout = None, True
         try:
             batch = self.rollout()
         finally:
-            self._rolling = False
+            self._in_own_rollout = False
         if not isinstance(batch, TensorDictBase):
             raise UsageError(f"rollout() of {type(self).__name__} returned {type(batch).__name__}, not a TensorDict")
         return batch, self._last
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        """From now on, call this with each batch before it is delivered; None: nothing."""
+        """Call this function with each batch before it is delivered, from now on; None removes the hook."""
         self.post_collect_hook = hook
 
     def __len__(self) -> int:
@@ -239,7 +239,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         return math.ceil(self.options.total / self.requested_frames_per_batch)
 
     def __bool__(self) -> bool:
-        return True  # else Python asks for the length, which an endless one does not have
+        return True  # else Python calls `__len__`, which raises for an endless collector
 
     def _collect(self) -> TensorDictBase | None:
         life, pipeline = self._life, self._pipeline
@@ -249,25 +249,25 @@ class BaseCollector(IterableDataset[TensorDict]):
         with life.collecting:
             try:
                 life.busy = threading.get_ident()
-                if pipeline.ready is None:  # else Ctrl-C came when it was about to be delivered
+                if pipeline.ready is None:  # else Ctrl-C interrupted the last call just before it returned this batch
                     pipeline.ready = self._next_batch()
             except (Exception, Halted) as error:
-                if isinstance(error, Halted) or self.closed:  # by another thread, or a signal handler
+                if isinstance(error, Halted) or self.closed:  # another thread or a signal handler closed the collector
                     raise life.closed_meanwhile() from error
-                with contextlib.suppress(Exception):  # what close may raise must not hide what happened
+                with contextlib.suppress(Exception):  # an error in `_close` must not hide the original one
                     self._close(f"it failed: {error!r}", failed=True)
                 raise
             finally:
                 life.busy = None  # first: Ctrl-C can come when the next line returns
-                set_grad_enabled(graded)  # Ctrl-C in the middle of entering `torch.no_grad()` would leave them off
+                set_grad_enabled(graded)  # Ctrl-C while `torch.no_grad()` is being entered would leave gradients off
         if self._profiler.timeline is not None:
             self._profiler.timeline.waiting(began, time.perf_counter())
         self._clock.end()
-        out, pipeline.ready = pipeline.ready, None  # last, and nothing is called after it that could be interrupted
+        out, pipeline.ready = pipeline.ready, None  # last: no call follows in which Ctrl-C could lose the batch
         return out
 
     def _next_batch(self) -> TensorDictBase | None:
-        """Return a batch as it is delivered; None if it was written."""
+        """Return the next batch, ready for the consumer; None if it was written to the replay buffer."""
         if not self._pipeline.taken:
             if self._pre_hook is not None:
                 self._pre_hook()
@@ -275,7 +275,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         return self._pipeline.deliver(self.postproc, self._post_hook)
 
     def _fetch(self) -> None:
-        self._weights.used(1, background=self._runner is not None)
+        self._weights.count_rollouts(1, background=self._runner is not None)
         try:
             self._pipeline.fetch(self._backend, self._own_rollout if self._overrides else None)
         except BaseException:
@@ -285,7 +285,7 @@ class BaseCollector(IterableDataset[TensorDict]):
     # ---- seeds, state ---------------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed lanes, policy noise, torch and NumPy of the worker, and begin new episodes; returns the next seed."""
+        """Seed lanes, policy noise, torch and NumPy of each worker, and begin new episodes; return the next seed."""
 
         def work() -> int:
             following = self._backend.set_seed(seed, static=static_seed)
@@ -295,9 +295,10 @@ class BaseCollector(IterableDataset[TensorDict]):
         return self._ask(work)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: policy, env, counters.
+        """Return what is needed to resume collecting: policy, env state and counters.
 
-        A collector that has failed, or whose worker has, gives what is known here: all but the open episodes.
+        After a failure of the collector or of a worker, the state holds what this process knows: everything except the
+        open episodes.
         """
         pipeline, life = self._pipeline, self._life
 
@@ -311,13 +312,13 @@ class BaseCollector(IterableDataset[TensorDict]):
                 state["policy_state_dict"] = self.policy.state_dict()
             return state
 
-        self._raise_background_error()  # what went wrong in the background is told first
+        self._raise_background_error()  # before anything else
         return work() if life.failed else self._ask(work)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on where `state_dict` was taken, open episodes included where the state holds them.
+        """Resume where `state_dict` was taken, within open episodes if the state holds them.
 
-        Other episodes begin anew, with trajectory ids that nobody has seen.
+        Otherwise episodes start over, with trajectory ids that were never used before.
         """
         self._check_open()
         if not isinstance(state_dict, Mapping):
@@ -346,7 +347,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         raise NotImplementedError
 
     def get_model(self, model_id: str) -> Any:
-        """The model at this path, as weights are named by: "policy"."""
+        """Return the model at this path; the same paths name models in `update_policy_weights_`, such as "policy"."""
         return get_attribute(self, model_id)
 
     # ---- weights --------------------------------------------------------------------------------------------------
@@ -362,14 +363,14 @@ class BaseCollector(IterableDataset[TensorDict]):
         weights_dict: Mapping[str, Any] | None = None,
         policy_weights: Any = None,
     ) -> None:
-        """Give the acting policy new weights.
+        """Send new weights to the policy that acts.
 
-        Without an argument: those of the policy the collector was made with (where that very module acts, nothing has
-        to be copied and only the version is counted). Else a module, a TensorDict of parameters, a state dict, a nested
-        dict, or one of these per worker, `{0: …}`.
+        Without an argument, the weights come from the policy the collector was made with. If that very module acts,
+        nothing is copied and only the version increases. Otherwise give a module, a TensorDict of parameters, a state
+        dict, a nested dict, or one of these for each worker, `{0: …}`.
         """
         self._check_open()
-        models = models_in(policy_or_weights, weights, policy, model_id, weights_dict, policy_weights)
+        models = weights_by_model(policy_or_weights, weights, policy, model_id, weights_dict, policy_weights)
         for name, one in models.items():
             if name != "policy":
                 self._load_model(name, one)
@@ -384,52 +385,54 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._weights.published(version, self._pipeline.batches)
 
     def _publish(self, weights: Any, worker_ids: Workers) -> int:
-        """Hand weights on to these workers, or to all; returns their version."""
+        """Send weights to these workers, or to all; return the new version."""
         raise NotImplementedError
 
     def _load_model(self, path: str, weights: Any) -> None:
-        """New weights for a module elsewhere than in the policy, by its path."""
+        """Load weights into a module outside the policy, found by its path."""
         raise NotImplementedError
 
     @property
     def policy_version(self) -> int:
-        """How often weights were updated; 0 is the policy as constructed."""
+        """The number of weight updates so far; 0 is the policy as constructed."""
         return self._weights.version
 
     def get_policy_version(self) -> int:
-        """`policy_version`, as a call."""
+        """Return `policy_version`."""
         return self._weights.version
 
     def increment_version(self) -> None:
-        """Say that the policy was changed: its weights are handed on, as a new version."""
+        """Send the policy's current weights to the workers, as a new version."""
         self.update_policy_weights_()
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Hand these to the `init` of the weight updater; without one, nothing happens."""
+        """Call `init` of the weight updater with these arguments; do nothing if there is no updater."""
         if self._weights.updater is not None:
             self._weights.updater.init(*args, **kwargs)
 
     # ---- what was seen --------------------------------------------------------------------------------------------
 
     def episodes(self) -> list[dict[str, Any]]:
-        """Every episode that ended since the last call, in the order of their ends, as records.
+        """Return a record of every episode that ended since the last call, in the order in which they ended.
 
         >>> pandas.DataFrame(collector.episodes())        # return, length, lane, worker, policy_version, ended, seconds
 
-        With `gamma`, `discounted_return` too. Nobody is asked: workers report with each rollout, so that episodes of
-        rollouts may be among them which are not delivered yet. Of those nobody asks for, the last 100,000 are kept.
+        With `gamma`, a record also has `discounted_return`. The call sends no request to workers: they report with each
+        rollout, so some of these episodes may belong to rollouts that are not delivered yet. Between two calls the last
+        100,000 episodes are kept.
         """
-        self.is_running()  # counts what is made in the background, and raises what went wrong there
+        self.is_running()  # counts what was collected in the background, and raises what failed there
         return self._backend.episodes.records()
 
     def stats(self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate") -> dict[str, Any]:
-        """Counts so far, the last hundred episodes of all workers, and where the time went; see docs/statistics.md.
+        """Return counts, statistics of the last hundred episodes, and where the time went; see docs/statistics.md.
 
         Args:
-            workers: "aggregate", "per_worker" (`worker_0/frames` and so on, with each one's own last hundred), "both".
+            workers: "aggregate" (over all workers), "per_worker" (`worker_0/frames` and so on, over the last hundred
+                episodes of each), or "both".
         """
         one_of("workers", workers, ("aggregate", "per_worker", "both"))
-        self.is_running()  # counts what is made in the background, and raises what went wrong there
+        self.is_running()  # counts what was collected in the background, and raises what failed there
         reports, pipeline, episodes = self._backend.reports(self._clock), self._pipeline, self._backend.episodes
         alive = 0 if self.closed else sum(one.alive for one in reports)
         found: dict[str, Any] = {"workers": len(reports), "workers_alive": alive, "restarts": self._backend.restarts}
@@ -466,9 +469,9 @@ class BaseCollector(IterableDataset[TensorDict]):
     ) -> None:
         """Record when each worker collects, when you learn, and what torch does meanwhile; see `ProfileConfig`.
 
-        Before the first batch. The timeline shows the whole run, and what torch does the second and third rollout of
-        each worker, unless `num_rollouts` says how many both shall show.
-        `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
+        Call it before the first batch. By default the timeline covers the whole run, and torch's traces cover the
+        second and third rollout of each worker; `num_rollouts` sets how many rollouts both cover.
+        `torchs` holds the options of torch's profiler: `activities`, `record_shapes` and so on.
         """
         if self._pipeline.batches:
             raise WrongState("enable_profile comes before the first batch")
@@ -484,26 +487,26 @@ class BaseCollector(IterableDataset[TensorDict]):
         )
 
     def disable_profile(self) -> None:
-        """Stop recording; what was recorded is written."""
+        """Stop recording, and write what was recorded."""
         self._profiler.disable(self._backend, getattr(self, "num_workers", 1))
 
     @property
     def profile_config(self) -> ProfileConfig | None:
-        """What `enable_profile` was told; None: nothing is recorded."""
+        """The configuration given to `enable_profile`; None while nothing is recorded."""
         return None if self._profiler.timeline is None else self._profiler.timeline.config
 
     # ---- reaching in ----------------------------------------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what is at this path: `cascade_execute("policy.eval")`."""
+        """Call the function or method at this path, with these arguments: `cascade_execute("policy.eval")`."""
         self._life.check_owner()
         return get_attribute(self, attr_path)(*args, **kwargs)
 
     def explain(self) -> str:
-        """How env and policy are run: what is captured, and what is called at each step, and why.
+        """Explain how env and policy run: what is captured, what is called at each step, and why.
 
         >>> collector = Collector(env, policy, frames_per_batch=100)
-        >>> batch = collector.next()             # the env's step is recorded when it is made for the first time
+        >>> batch = collector.next()             # the env's first step is recorded
         >>> print(collector.explain())
         env: reap steps what is inside, and replays the torch calls of its transforms
         policy ProbabilisticActor: it is captured: its torch calls are replayed
@@ -511,7 +514,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         raise NotImplementedError
 
     def get_distant_attr(self, attr: str) -> Any:
-        """What is at this path of a worker, whose "policy" and "env" are the ones that act: `"policy.in_keys"`."""
+        """Return the attribute at this path in the workers, whose "policy" and "env" collect: `"policy.in_keys"`."""
         raise NotImplementedError
 
     def map_fn(
@@ -520,27 +523,28 @@ class BaseCollector(IterableDataset[TensorDict]):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """Call what is at this path in every worker, with arguments of its own; what they return, in order."""
+        """Call the method at this path in every worker, each with its own arguments; return the results in order."""
         raise NotImplementedError
 
     def getattr_policy(self, attr: str) -> Any:
-        """An attribute of the policy that acts; of several, the first."""
+        """Return an attribute of the policy that acts; of the first worker's, if there are several."""
         return self._from_first_worker(f"policy.{attr}")
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the env; of several workers, the first one's."""
+        """Return an attribute of the env; of the first worker's, if there are several."""
         return self._from_first_worker(f"env.{attr}")
 
     def _from_first_worker(self, path: str) -> Any:
         return self.get_distant_attr(path)
 
     def stacks(self) -> dict[str, str]:
-        """Where each worker, and each process or thread that steps lanes, is right now: a stack by name.
+        """Return the current stack of each worker, and of each process or thread that steps lanes, by name.
 
         >>> for name, stack in collector.stacks().items():
         ...     print(name, stack, sep=": ")
 
-        Workers are not asked, so it works for one that is stuck, and from any thread. Nobody is interrupted.
+        This needs no answer from a worker, so it also works for one that is stuck, and from any thread. It interrupts
+        nothing.
         """
         self._life.check_open()
         return self._backend.stacks()
@@ -551,10 +555,11 @@ class BaseCollector(IterableDataset[TensorDict]):
         >>> print(collector.watch().url)
 
         It shows frames per second and the activity of each worker, where the time goes and what limits the run, lag,
-        returns and memory. Only who knows the whole address sees it; it ends with the collector. See docs/watch.md.
+        returns and memory. The address contains a secret, so only those you give it to can see the view. It ends with
+        the collector. See docs/watch.md.
 
         Args:
-            port: where to listen; 0: anywhere.
+            port: the port to listen on; 0: any free one.
         """
         self._life.check_open()
         if self._watch is None:
@@ -562,13 +567,13 @@ class BaseCollector(IterableDataset[TensorDict]):
         return self._watch
 
     def getattr_rb(self, attr: str) -> Any:
-        """An attribute of the replay buffer."""
+        """Return an attribute of the replay buffer."""
         return get_attribute(self, f"replay_buffer.{attr}")
 
     # ---- in the background ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect into the replay buffer from now on, in the background, until `total_frames`; see `async_shutdown`.
+        """Collect into the replay buffer in the background, until `total_frames` or `async_shutdown`.
 
         >>> collector = Collector("CartPole-v1", frames_per_batch=100, replay_buffer=buffer)
         >>> collector.start()
@@ -582,30 +587,30 @@ class BaseCollector(IterableDataset[TensorDict]):
             runner = self._make_runner()
             with self._closing_on_failure(), self._backend.uninterrupted():
                 runner.start()
-                self._runner = runner  # it runs
+                self._runner = runner  # only once it runs
 
     def _make_runner(self) -> Runner:
         buffer = self.replay_buffer
         return ThreadRunner(
-            self._turn, wanted=lambda: getattr(buffer, "may_write", True), break_off=self._backend.breaker()
+            self._collect_once, wanted=lambda: getattr(buffer, "may_write", True), break_off=self._backend.breaker()
         )
 
-    def _turn(self) -> bool:
-        """One batch in the background; whether there is more to come.
+    def _collect_once(self) -> bool:
+        """Collect one batch in the background thread; return whether there are more to come.
 
-        Whoever learns of an error closes: `_raise_background_error`.
+        An error here does not close the collector. The caller that receives it does: see `_raise_background_error`.
         """
         if self._pipeline.more():
             self._next_batch()
         return self._pipeline.more()
 
     def is_running(self) -> bool:
-        """Whether it is collecting in the background; False before `start()` and once `total_frames` are made."""
+        """Whether the collector collects in the background; False before `start()` and after `total_frames`."""
         self._raise_background_error()
         return not self.closed and self._runner is not None and self._runner.running
 
     def pause(self) -> Paused:
-        """Stop collecting in the background between two batches; returns when it has. For a block, or until `resume`.
+        """Pause background collection between two batches, for a `with` block or until `resume`; wait until it rests.
 
         >>> with collector.pause():
         ...     buffer.dumps("somewhere")
@@ -615,7 +620,7 @@ class BaseCollector(IterableDataset[TensorDict]):
     def _pause(
         self, settle: Callable[[], None] | None = None, *, kept: bool = False, timeout: float | None = None
     ) -> Paused:
-        """Pause within `timeout`, and `settle` what is under way then; `kept`: until `resume`, also after a block."""
+        """Pause within `timeout` seconds, then call `settle`; a `kept` pause lasts beyond its block, until `resume`."""
         self._check_open()
         runner = self._runner
         if runner is None:
@@ -627,37 +632,37 @@ class BaseCollector(IterableDataset[TensorDict]):
                 self._raise_background_error()
                 if settle is not None:
                     settle()
-            paused.pause.given = True  # last, and no call follows in which Ctrl-C could come
+            paused.pause.given = True  # last: no call follows in which Ctrl-C could come
             return paused
-        except BaseException:  # nobody knows of this pause, so nobody would end it
+        except BaseException:  # the caller never gets this pause, so could never end it
             runner.resume(paused)
             raise
 
     def resume(self, paused: Paused | None = None) -> None:
-        """Go on after `pause()`; nothing happens to a collector that is closed, or was not paused."""
+        """Continue after `pause()`; do nothing if the collector is closed or not paused."""
         if self._runner is not None and not self.closed:
             self._runner.resume(paused)
             self._raise_background_error()
 
     def bringing(self) -> bool:
-        """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""
+        """Whether more rows will come into the buffer. The buffer calls this when it has too few."""
         self._raise_background_error(again=True)
         return not self.over() and self._runner is not None
 
     def over(self) -> bool:
-        """Whether no more rows will ever come into the buffer: all frames are made, or it is closed."""
+        """Whether no more rows will ever come into the buffer: all frames are collected, or the collector is closed."""
         return self.closed or not (self._pipeline.more() if self._runner is None else self._runner.running)
 
     def paused_without(self, thread: int) -> bool:
-        """Whether rows will come when another thread than this one ends a pause; asked by the buffer, as above."""
+        """Whether rows will come once a thread other than this one ends a pause. The buffer calls this, as above."""
         return self._runner is not None and self._runner.paused_without(thread)
 
     def _raise_background_error(self, *, again: bool = False) -> None:
-        """What went wrong in the background is raised here: once, or `again` whenever asked."""
+        """Raise the error of the background run, if it failed, and close: on the first call only, unless `again`."""
         self._life.check_owner()
         runner = self._runner
         if runner is not None and self._weights.watch is not None:
-            self._weights.watch.tell_background()
+            self._weights.watch.warn_in_background()
         error = None if runner is None else runner.failure()
         if runner is None or error is None:
             return
@@ -668,13 +673,13 @@ class BaseCollector(IterableDataset[TensorDict]):
             raise error
 
     def _check_not_background(self) -> None:
-        """Batches are taken here, in this thread."""
+        """Raise if the collector runs in the background, where the consumer cannot take batches."""
         self._check_open()
         if self._runner is not None:
             raise WrongState("this collector fills its replay buffer in the background: sample from there")
 
     def _ask(self, work: Callable[[], T]) -> T:
-        """Have a worker do something between two batches."""
+        """Run `work`, which talks to the workers, between two batches; a worker that fails closes the collector."""
         with self._closing_on_failure():
             return self._between(work)
 
@@ -684,12 +689,12 @@ class BaseCollector(IterableDataset[TensorDict]):
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the workers and close the envs; what went wrong in the background is raised then. May be called twice.
+        """End the workers and close the envs, then raise the error of a failed background run. May be called twice.
 
-        A rollout that is made here meanwhile, in the background or by another thread, is broken off after the step it
-        is in. `timeout`: seconds to wait for that (5 by default).
+        A rollout that another thread of this process is collecting is broken off after its current step. `timeout`:
+        seconds to wait for that (5 by default).
         """
-        if self._life.why_foreign is not None:  # its owner's to end
+        if self._life.why_foreign is not None:  # only the process that made the collector may end it
             return
         patience = DEADLINE if timeout is None else timeout
         try:
@@ -704,21 +709,22 @@ class BaseCollector(IterableDataset[TensorDict]):
             wait_for_ends()
             self._raise_background_error()
             if self._weights.watch is not None and self._runner is not None:
-                self._weights.watch.tell_background(ended=True)
+                self._weights.watch.warn_in_background(ended=True)
         except Exception:
             if raise_on_error:
                 raise
 
     def async_shutdown(self, *args: Any, **options: Any) -> Ended:
-        """`shutdown`, by the name it has for collectors that run in the background.
+        """Call `shutdown`, under the name that TorchRL uses for collectors in the background.
 
-        It has ended when this returns. What it returns may be awaited, as scripts do with TorchRL's `RayCollector`.
+        The collector has ended when this returns. The result may be awaited, as scripts do with TorchRL's
+        `RayCollector`.
         """
         self.shutdown(*args, **options)
         return Ended()
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: this is a copy, whose workers, thread and memory are its owner's."""
+        """Refuse every further use. Called in a forked process, whose copy owns no workers, threads or memory."""
         self._life.why_foreign = why
         refuse_all(self, why)
 
@@ -727,21 +733,21 @@ class BaseCollector(IterableDataset[TensorDict]):
             try:
                 if first:
                     self._profiler.write(self._backend)
-            finally:  # a file that cannot be written keeps nobody alive
+            finally:  # workers end even if the profile cannot be written
                 if self._watch is not None:
                     self._watch.close()
-                self._life.send_away(self._backend, close_env)
+                self._life.break_off_other_thread(self._backend, close_env)
                 if close_env:
                     self._backend.close(failed=failed)
 
         self._life.close(why, end, failed=failed)
 
     def _wait_for_env(self, timeout: float) -> None:
-        """Wait until an env of this process is closed, if another thread was in it."""
+        """Wait until the env of this process is closed, if another thread was stepping it."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was shut down, or failed."""
+        """Whether the collector was shut down or has failed."""
         return self._life.why_closed is not None
 
     def _check_open(self) -> None:
@@ -750,7 +756,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     @contextlib.contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
-        """A worker that fails inside, whatever it was asked, closes the collector."""
+        """Close the collector if a worker fails inside the block."""
         self._check_open()
         try:
             yield
@@ -766,17 +772,17 @@ class BaseCollector(IterableDataset[TensorDict]):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None or not self.closed:  # else it has failed, and its error is on the way
+        if kind is None or not self.closed:  # else the collector has failed, and its error is being raised
             self.shutdown(raise_on_error=kind is None)
 
     def __del__(self) -> None:
-        if not self._life.ended:  # asked first: when Python ends, what comes below may be gone already
+        if not self._life.ended:  # checked first: at interpreter exit the modules used below may be gone already
             with contextlib.suppress(Exception):
                 self.shutdown()
 
 
 class Ended:
-    """Something to await that is over already."""
+    """An awaitable that is done already."""
 
     def __await__(self) -> Iterator[None]:
         return iter(())

@@ -1,9 +1,9 @@
-"""AsyncBatchedCollector: many envs elsewhere, one policy here, which answers whoever is ready.
+"""AsyncBatchedCollector: envs in threads or processes, and one policy here that acts for the envs that are ready.
 
     envs in threads or processes ──► ready ──► one forward for all of them ──► actions ──► envs
                                        └──► frames in the order in which they came ──► batch [frames_per_batch]
 
-The collecting loop is the batching server: there is no second thread between envs and policy, and no queue.
+The collecting loop itself batches the requests: there is no second thread between envs and policy, and no queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reap._system.affinity import Masks, mask
 from reap.arguments import count, flag, one_of, whole
 from reap.backends.base import Rollout
 from reap.collectors.keywords import BatchedCollectorOptions
-from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
+from reap.collectors.options import WORKERS_ONLY, is_list, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement
 from reap.collectors.plans import EnvMaker
 from reap.collectors.single import Collector
@@ -32,20 +32,20 @@ from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
 
-# Options that are the pool's, by the same names.
-_OF_POOL = (
+# Options that are handed to `AsyncEnvPool`, under the same names.
+_POOL_OPTIONS = (
     *("create_env_kwargs", "max_frames_per_traj", "num_sub_threads", "start_method", "timeout"),
     *("on_failure", "max_restarts", "restart_window", "on_restart"),
 )
-# The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
-WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
+# Options that need workers with policies of their own, batches with equally many frames of each lane, or lanes in step.
+UNSUPPORTED = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
     "compact_obs",
     "interruptor",
     "reset_when_done",
     "return_same_td",
     "set_truncated",
 }
-# Accepted so that scripts run unchanged: they tune queues and threads that are not here.
+# Accepted and ignored, so that scripts run unchanged: they tune queues and threads that this collector does not have.
 _WITHOUT_EFFECT = (
     "server_timeout",
     "transport",
@@ -58,8 +58,8 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _members(name: str, config: Any, members: Sequence[str]) -> list[Any]:
-    """Return what a config object says; refused by name if it is not one."""
+def _attributes(name: str, config: Any, members: Sequence[str]) -> list[Any]:
+    """Return these attributes of a config object; raise if it lacks one."""
     lacking = [one for one in members if not hasattr(config, one)]
     if lacking:
         raise WrongArgument(f"{name} must be an object with {', '.join(members)}; {config!r} has no {lacking[0]}")
@@ -73,9 +73,9 @@ def _refuse_both(name: str, others: Sequence[str], given: Sequence[Any]) -> None
 
 
 def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[str, Any]) -> None:
-    """Raise unless there are envs, one policy, and a buffer of single frames if there is one."""
+    """Raise unless there are envs, exactly one policy, and, if there is a buffer, one that stores single frames."""
     factory = options.get("policy_factory")
-    if not listed(create_env_fn) or not create_env_fn:
+    if not is_list(create_env_fn) or not create_env_fn:
         raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
     if policy is not None and factory is not None:
         raise WrongArgument("give policy or policy_factory, not both")
@@ -90,12 +90,12 @@ def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[st
 
 
 def _batch_sizes(config: Any, fewest: int | None, most: int | None, server_timeout: Any) -> tuple[int, int]:
-    """Return how many envs the policy decides about at a time, at least and at most."""
+    """Return the fewest and the most envs for which one call of the policy computes actions."""
     if config is not None:
         _refuse_both(
             "server_config", ("max_batch_size", "min_batch_size", "server_timeout"), (most, fewest, server_timeout)
         )
-        most, fewest = _members("server_config", config, ("max_batch_size", "min_batch_size"))
+        most, fewest = _attributes("server_config", config, ("max_batch_size", "min_batch_size"))
     fewest, most = 1 if fewest is None else fewest, 64 if most is None else most
     for what, size in (("min_batch_size", fewest), ("max_batch_size", most)):
         count(what, size)
@@ -105,11 +105,11 @@ def _batch_sizes(config: Any, fewest: int | None, most: int | None, server_timeo
 
 
 def _devices(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for devices that a `device_config` stands for."""
+    """Return the device options that a `device_config` holds."""
     places = ("policy_device", "env_device", "storing_device", "output_device")
     _refuse_both("device_config", ("device", *places), [options.get(one) for one in ("device", *places)])
-    *chosen, output = _members("device_config", config, places)
-    chosen[1] = output if chosen[1] is None else chosen[1]  # actions go where the envs are
+    *chosen, output = _attributes("device_config", config, places)
+    chosen[1] = output if chosen[1] is None else chosen[1]  # the policy's output goes to the envs, so to their device
     return dict(zip(places, chosen))
 
 
@@ -120,18 +120,18 @@ def _checked_key(key: Any) -> Key:
 
 
 class _FrameStream(Arrangement):
-    """Frames in the order in which they came. `version_key`: what their version is called, if not as everywhere."""
+    """Delivers frames in the order in which they came. `version_key`: the key of their version; None: the usual one."""
 
-    cuts = True  # there is no env whose share would be missing
+    cuts = True  # frames may be cut anywhere, since envs have no fixed share of a batch
 
     def __init__(self, version_key: Key | None) -> None:
         self._version_key = version_key
 
     def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        self.name_keys(batch)
+        self.rename_keys(batch)
         return True
 
-    def name_keys(self, batch: TensorDictBase) -> None:
+    def rename_keys(self, batch: TensorDictBase) -> None:
         if self._version_key is not None:
             for root in ((), ("next",)):
                 batch.rename_key_((*root, *VERSION), (*root, *self._version_key))
@@ -141,43 +141,44 @@ class _FrameStream(Arrangement):
         return super().split(batch[order])
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class AsyncBatchedCollector(Collector):
-    """Collects from many envs at once; the policy decides about those that are ready.
+    """Collects from many envs at once; the policy acts for the envs that are ready.
 
     >>> collector = AsyncBatchedCollector(
     ...     create_env_fn=[lambda: GymEnv("CartPole-v1")] * 8, policy=policy, frames_per_batch=200, total_frames=10_000
     ... )
     >>> for batch in collector:
-    ...     batch["env_index"]                        # whose frame each is
+    ...     batch["env_index"]                        # the env of each frame
 
-    A batch is a TensorDict `[frames_per_batch]` of frames in the order in which they came: each env's in order of time,
-    envs as they were ready, so that a slow one holds nobody up. The last batch is cut at `total_frames`.
+    A batch is a TensorDict `[frames_per_batch]` of frames in the order in which they came: each env's frames are in
+    order of time, and a slow env does not delay the others. The last batch is cut at `total_frames`.
 
     Args:
         create_env_fn: a list with one factory (or Gymnasium id) for each env.
-        policy: as for `Collector`; it acts in this process. Or `policy_factory`, and one of them there must be.
-        max_batch_size: the most envs the policy decides about at a time; None: 64. Never more than half of the envs
-            (rounded up), so that the others step meanwhile, unless `min_batch_size` is more.
+        policy: as for `Collector`; it acts in this process. Give either this or `policy_factory`.
+        max_batch_size: the most envs that one call of the policy acts for; None: 64. It is never more than half of the
+            envs (rounded up), so that the others step meanwhile, unless `min_batch_size` is larger.
         min_batch_size: the fewest; None: 1.
-        backend: the same as `env_backend`, which goes before it; None: "threading".
-        env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute; None: as `backend` says.
-        server_config: an object with `max_batch_size` and `min_batch_size`, in place of the two (TorchRL's
-            `InferenceServerConfig`); what else it says tunes a server that is not here.
+        backend: another name for `env_backend`, which takes precedence; None: "threading".
+        env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute; None: what `backend` says.
+        server_config: an object with `max_batch_size` and `min_batch_size`, in place of these two (TorchRL's
+            `InferenceServerConfig`); its other settings are ignored, as there is no server.
         device_config: an object with `policy_device`, `env_device`, `output_device` and `storing_device`, in place of
             these options (TorchRL's `InferenceDeviceConfig`).
-        policy_version: the number of the first weights.
-        policy_version_key: where a frame names the version that acted; None: nowhere.
-        envs_per_worker: how many envs share a thread or process, and are stepped one after another.
-        worker_threads: with processes: each env in a thread of its own there, not one after another.
+        policy_version: the version number of the first weights.
+        policy_version_key: the key of a frame's policy version; None: frames have none.
+        envs_per_worker: how many envs share a thread or process, which steps them one after another.
+        worker_threads: with processes: step each env in a thread of its own there, not one after another.
         yield_completed_trajectories: deliver whole episodes `[length]`, one at a time, as they end.
-        worker_affinity: with processes, on Linux: the cores of each, a list of lists, or a function of its number.
+        worker_affinity: with processes, on Linux: the cores of each process: a list of lists, or a function of its
+            number.
         driver_affinity: on Linux: the cores of the thread that collects, while it collects.
         **options: see `reap.collectors.options.Options`.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Always this one: `backend` says where envs live, not which collector it is."""
+        """Always create this class: here `backend` chooses where the envs live, not another collector."""
         return object.__new__(cls)
 
     def __init__(
@@ -221,7 +222,7 @@ class AsyncBatchedCollector(Collector):
                 raise UsageError("yield_completed_trajectories delivers one episode at a time; leave the others out")
             options.update(trajs_per_batch=1, traj_format="cat")
         options.setdefault("track_policy_version", True)
-        settings = read_options(name, options, without=WITHOUT)
+        settings = read_options(name, options, without=UNSUPPORTED)
         policy = rand_step_as_policy(policy)
         self._prepare(settings)
         pool = functools.partial(
@@ -233,7 +234,7 @@ class AsyncBatchedCollector(Collector):
             min_ready=fewest,
             max_ready=most,
             worker_affinity=None if settings.workers == "inline" else worker_affinity,
-            **{name: getattr(settings, name) for name in _OF_POOL},
+            **{name: getattr(settings, name) for name in _POOL_OPTIONS},
         )
         make_env = EnvMaker(pool, None, None, settings.failure_dir)
         self._start_worker(policy, make_env, lambda lanes: settings.frames_per_batch, cores)
@@ -244,15 +245,15 @@ class AsyncBatchedCollector(Collector):
             raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
 
-    def _planned(self, plan: Plan) -> Plan:
-        return dataclasses.replace(plan, stream=True, masked=False)  # envs that were dropped make no frames
+    def _adjust_plan(self, plan: Plan) -> Plan:
+        return dataclasses.replace(plan, stream=True, masked=False)  # no mask: dropped envs leave no gaps in a stream
 
     def _shape(self) -> str:
         envs = self._backend.worker.lanes
         return f"{envs} env{'s' * (envs > 1)}, whoever is ready: "
 
     def _name_versions(self, first: int, key: Key | None) -> None:
-        """Count them from `first`, and see that the name they are to have is free."""
+        """Count versions from `first`, deliver them under `key`, and raise if a batch has another entry there."""
         self._weights.version = self._backend.worker.loop.version = first
         name = key if self.options.track_policy_version and key != VERSION else None
         others = self._backend.worker.layout.columns

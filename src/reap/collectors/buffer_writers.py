@@ -1,4 +1,4 @@
-"""Buffer writers: the one way from a batch to a replay buffer, used in this process, in a thread and in workers alike.
+"""Buffer writers: write batches to a replay buffer. This process, the background thread and workers all use them.
 
 rollout ─► batch ─► split ─► postproc ─► hook ─┬─► consumer
                                                └─► sink.take ─► buffer.extend      whole rollouts
@@ -28,7 +28,7 @@ from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """What the options say about the way to a buffer."""
+    """The collector options that matter for writing to a buffer."""
 
     by_step: bool
     whole: bool
@@ -41,7 +41,7 @@ class WriteOptions:
 
     @classmethod
     def of(cls, options: Options) -> WriteOptions:
-        """Return what these options say about writing."""
+        """Return the write options among a collector's options."""
         return cls(
             by_step=not options.extend_buffer,
             whole=options.trajs_per_batch is not None,
@@ -54,48 +54,48 @@ class WriteOptions:
         )
 
     @property
-    def given(self) -> dict[str, Any]:
-        """What of it is the user's code, by the names of its options."""
+    def user_code(self) -> dict[str, Any]:
+        """The user's functions among these, by option name."""
         return {"postproc": self.postproc, "pre_collect_hook": self.before, "post_collect_hook": self.hook}
 
 
 class Sink(Protocol):
-    """Where a collector writes its batches: a replay buffer, in the way the options ask for."""
+    """Writes a collector's batches to a replay buffer, in the way the options ask for."""
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
-        """Write a batch `[T]` or `[N, T]` that this worker has made."""
+        """Write a batch `[T]` or `[N, T]` that this worker has collected."""
 
     def forget(self) -> None:
-        """Forget what is held back: it belongs to the time before."""
+        """Drop held-back frames of unfinished episodes, which a reset or another state has cut off."""
 
 
 class _Batches:
-    """Writes every batch as it comes."""
+    """Writes every batch at once, with `extend`."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer, self._ours = buffer, isinstance(buffer, ReplayBuffer)
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
-        self._buffer.extend(_plain(batch, self._ours))
+        self._buffer.extend(_storable(batch, self._ours))
 
     def forget(self) -> None:
         pass
 
 
 class _Steps(_Batches):
-    """Writes step by step, each with a call of its own."""
+    """Writes every step with a call of its own."""
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
-        batch = _plain(batch, self._ours)
+        batch = _storable(batch, self._ours)
         for t in range(batch.batch_size[-1]):
-            if self._ours:  # a step of all lanes, not lanes for steps
+            if self._ours:  # keep the time dimension: reap's buffer would take the lanes for steps without it
                 self._buffer.extend(batch[..., t : t + 1])
             else:
                 self._buffer.add(batch[..., t])
 
 
 class _Episodes(_Batches):
-    """Writes whole episodes only, each in rows side by side, `group` of them in a write (None: all that have ended)."""
+    """Writes only whole episodes, each in adjacent rows, `group` of them per write (None: all that have ended)."""
 
     def __init__(self, buffer: Any, group: int | None) -> None:
         super().__init__(buffer)
@@ -104,33 +104,33 @@ class _Episodes(_Batches):
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
         whole = self._whole
-        whole.feed(_plain(batch, self._ours), worker)
+        whole.feed(_storable(batch, self._ours), worker)
         while len(whole) >= (self._group or 1):
-            self._buffer.extend(_plain(whole.take(self._group or len(whole), "cat"), self._ours))
+            self._buffer.extend(_storable(whole.take(self._group or len(whole), "cat"), self._ours))
 
     def forget(self) -> None:
         self._whole = WholeTrajectories()
 
 
-def _plain(batch: TensorDictBase, ours: bool) -> TensorDictBase:
-    """Without what no buffer stores: where compact episodes end; and for foreign ones, names of dimensions."""
-    if batch.get(FINAL, None) is not None:
+def _storable(batch: TensorDictBase, ours: bool) -> TensorDictBase:
+    """Return the batch without entries no buffer stores; for a buffer that is not reap's, without dimension names."""
+    if batch.get(FINAL, None) is not None:  # the successors a compact batch keeps apart
         batch = batch.exclude(FINAL)
-    if batch.get(FIRST, None) is not None:  # would be stored with every row
+    if batch.get(FIRST, None) is not None:  # it is kept once per rollout, and would be stored with every row
         batch = batch.exclude(FIRST)
-    return batch if ours else _unnamed(batch.copy())
+    return batch if ours else _without_names(batch.copy())
 
 
-def _unnamed(td: TensorDictBase) -> TensorDictBase:
+def _without_names(td: TensorDictBase) -> TensorDictBase:
     td.names = None
     for value in td.values():
         if isinstance(value, TensorDict):
-            _unnamed(value)
+            _without_names(value)
     return td
 
 
 def sink_for(options: WriteOptions, buffer: Any) -> Sink:
-    """Return what writes to this buffer as these options say."""
+    """Return the sink that writes to this buffer as the options say; raise if the buffer cannot take that."""
     needed = "add" if options.by_step else "extend"
     if not callable(getattr(buffer, needed, None)):
         raise WrongArgument(f"replay_buffer needs a method {needed}(), got {type(buffer).__name__}")
@@ -142,7 +142,7 @@ def sink_for(options: WriteOptions, buffer: Any) -> Sink:
 
 
 def mark_truncated(arrays: Any, layout: Layout) -> None:
-    """The last frame of every lane ends here, as far as the learner is concerned."""
+    """Mark the last frame of every lane as truncated and done, which changes what the learner sees, not the env."""
     if FRAME in layout.columns:
         mark_frames(arrays)
         return
@@ -155,20 +155,20 @@ def mark_truncated(arrays: Any, layout: Layout) -> None:
             arrays[flag][-1] = True
         return
     mask = arrays[MASK]
-    lane = np.flatnonzero(mask.any(0))  # a lane may have made no frame at all
+    lane = np.flatnonzero(mask.any(0))  # lanes that have a frame at all
     last = len(mask) - 1 - mask[::-1, lane].argmax(0)
     for flag in flags:
         arrays[flag][last, lane] = True
 
 
-def processed(
+def post_processed(
     batch: TensorDictBase,
     *,
     split: Callable[[TensorDictBase], TensorDictBase] | None,
     postproc: Callable[[Any], Any] | None,
     hook: Callable[[Any], Any] | None,
 ) -> TensorDictBase:
-    """Return a batch as it is delivered, or written."""
+    """Split a batch, post-process it and show it to the hook; return what is then delivered or written."""
     if split is not None:
         batch = split(batch)
     if postproc is not None:
@@ -182,7 +182,7 @@ def processed(
 
 @dataclass(frozen=True)
 class WriterMaker:
-    """Makes a worker's writer, in the worker. It travels there."""
+    """Makes a worker's writer. It is sent to the worker process and called there."""
 
     options: WriteOptions
     description: Any
@@ -190,7 +190,7 @@ class WriterMaker:
     timeout: float | None
 
     def __call__(self, fds: Sequence[int], worker: int) -> Writer:
-        """Make the writer of this worker, from the buffer's descriptors as they are in its process."""
+        """Return the writer of this worker; `fds` are the buffer's file descriptors in the worker's process."""
         buffer = ReplayBuffer.open(fds, self.description)
         buffer.watch(self.timeout, worker)
         for transform in self.transforms:
@@ -199,7 +199,7 @@ class WriterMaker:
 
 
 class Writer:
-    """What a worker does with a full slot when it writes into the buffer itself."""
+    """Writes a worker's full slots to the buffer, in the worker itself."""
 
     def __init__(self, options: WriteOptions, buffer: Any) -> None:
         self._options, self.buffer, self._sink = options, buffer, sink_for(options, buffer)
@@ -207,21 +207,21 @@ class Writer:
 
     @property
     def wanted(self) -> bool:
-        """Whether it is time for another rollout; False while the buffer's limiter has us rest."""
+        """Whether to collect another rollout; False while the buffer's limiter stops writers."""
         return bool(self.buffer.may_write)
 
     def write(self, slot: Slot) -> None:
-        """Write what is in a full slot."""
+        """Write the contents of a full slot to the buffer."""
         layout, options = slot.layout, self._options
         arrays: dict[Key, Any] = {key: slot.arrays[key] for key in layout.offsets} | slot.hand_over()
         if options.truncate:
             mark_truncated(arrays, layout)
         batch = assembler(layout)(arrays, layout)
         if self.postproc is not None or self.hook is not None:
-            batch = batch.clone()  # they may keep it; the slot is filled again
+            batch = batch.clone()  # postproc and hook may keep the batch, and the slot is filled again
         split = partial(split_trajectories, prefix="collector") if options.split else None
-        self._sink.take(processed(batch, split=split, postproc=self.postproc, hook=self.hook))
+        self._sink.take(post_processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 
     def forget(self) -> None:
-        """Forget episodes that are not whole, and never will be."""
+        """Drop the frames of unfinished episodes, which will never be completed."""
         self._sink.forget()

@@ -1,9 +1,10 @@
-"""EpisodePlayer: so many whole episodes, no more and no fewer, here or in a process.
+"""EpisodePlayer: plays an exact number of whole episodes, in this process or in one of its own.
 
-    collector ─► batches ─► without rows beyond a lane's share ─► whole episodes, "padded" [n, longest] or "cat" [steps]
+    collector ─► batches ─► drop rows beyond a lane's share ─► whole episodes, "padded" [n, longest] or "cat" [steps]
 
-Every lane plays its share of the episodes, its first ones: those with short episodes do not weigh more than others. A
-rollout ends with the last episode that is wanted, wherever the lanes are; only lanes on a device play it to its end.
+Each lane plays its share of the episodes and only its first ones count, so lanes with short episodes do not weigh more
+than others. A rollout stops when the last wanted episode ends, wherever the other lanes are. Only lanes on a device
+play the rollout to its end.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from reap.trajectories import WholeTrajectories, ended
 from reap.video import films_of
 from reap.weights.local import load
 
-_PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
-_TOLD = ("done", "reward")  # kept wherever they are: of a group of agents they are below its name
-_OWN_COUNT: Key = ("evaluator_step_count",)  # where max_steps is counted if the env counts steps itself
+_PATIENCE = 1_000_000  # frames without a finished episode, after which `play` raises
+_ALWAYS_KEPT = ("done", "reward")  # last parts of keys: those of agents are below the name of their group
+_OWN_COUNT: Key = ("evaluator_step_count",)  # counts towards max_steps if the env has a step_count of its own
 
 
-class _OfEpisodes:
-    """A collector whose rollouts end with the episodes that are wanted."""
+class _StopsWithEpisodes:
+    """Mixin for a collector whose rollouts stop once the wanted episodes have ended."""
 
     _episodes: int
 
@@ -48,22 +49,22 @@ class _OfEpisodes:
         return object.__new__(cls)
 
     def _warn_rounding(self, *_: Any, **__: Any) -> None:
-        """Nobody sees how many frames are collected at a time."""
+        """Do not warn: the user never sees how many frames are collected at a time."""
 
 
-class EpisodeCollector(_OfEpisodes, Collector):
-    """Plays in this process."""
+class EpisodeCollector(_StopsWithEpisodes, Collector):
+    """Plays episodes in this process."""
 
     def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
         self._episodes = episodes
         super().__init__(env, policy, **options)
 
-    def _planned(self, plan: Plan) -> Plan:
+    def _adjust_plan(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, episodes=self._episodes)
 
 
-class EpisodeProcessCollector(_OfEpisodes, MultiSyncCollector):
-    """Plays in a process of its own."""
+class EpisodeProcessCollector(_StopsWithEpisodes, MultiSyncCollector):
+    """Plays episodes in a process of its own."""
 
     def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
         self._episodes = episodes
@@ -74,12 +75,12 @@ class EpisodeProcessCollector(_OfEpisodes, MultiSyncCollector):
 
 
 class EpisodePlayer:
-    """An env and a policy that play `episodes` at a time. `lanes`: an env, or with `process` a factory of one."""
+    """Plays `episodes` at a time with an env and a policy. `lanes`: the env, or with `process` a factory of one."""
 
     def __init__(
         self, lanes: Any, policy: Any, *, episodes: int, layout: str, process: bool, options: Mapping[str, Any]
     ) -> None:
-        self._wanted, self._layout = episodes, layout
+        self._count, self._layout = episodes, layout
         self.collector: Collector | MultiSyncCollector
         if process:
             self.collector = EpisodeProcessCollector(episodes, lanes, policy, **{**options, "cat_results": 0})
@@ -90,22 +91,22 @@ class EpisodePlayer:
         self._quota = EpisodeQuota(episodes, count)
 
     def breaker(self) -> Callable[[], None]:
-        """From now on what is going on can be broken off, by calling this."""
+        """Return a function that breaks off a running `play`; it may be called from any thread."""
         stop: Callable[[], None] = self.collector._backend.breaker()
         return stop
 
     def play(self, keys: Sequence[Key] | None = None) -> tuple[TensorDictBase, int]:
-        """Begin anew and play: the episodes, and how many frames were made. `keys`: what is kept, beside flags."""
+        """Reset and play; return the episodes and the number of frames. `keys`: what to keep beside done and reward."""
         self.collector.reset()
         self._quota.begin()
         whole = WholeTrajectories()
         frames = 0
-        while len(whole) < self._wanted:
+        while len(whole) < self._count:
             batch = self.collector.next()
             frames += self._feed(whole, batch, keys)
             if frames > _PATIENCE and not len(whole):
                 raise UsageError(f"no episode ended within {frames:,} frames; give max_steps")
-        return whole.take(self._wanted, self._layout), frames
+        return whole.take(self._count, self._layout), frames
 
     def _feed(self, whole: WholeTrajectories, batch: TensorDictBase, keys: Sequence[Key] | None) -> int:
         ids = batch.get(TRAJ_IDS)
@@ -119,38 +120,38 @@ class EpisodePlayer:
         made = real.numpy()
         wanted[made] = self._quota.counted(lane.reshape(-1).cpu().numpy()[made], over.numpy()[made])
         if keys is not None:
-            told = [key for key in map(as_key, batch.keys(True, True)) if key[0] == "next" and key[-1] in _TOLD]
-            batch = batch.select(*keys, *told, TRAJ_IDS, ENV_INDEX, strict=False)
+            flags = [key for key in map(as_key, batch.keys(True, True)) if key[0] == "next" and key[-1] in _ALWAYS_KEPT]
+            batch = batch.select(*keys, *flags, TRAJ_IDS, ENV_INDEX, strict=False)
         kept = torch.from_numpy(wanted).reshape(ids.shape).to(ids.device)
         whole.feed(batch.exclude(MASK).set(TRAJ_IDS, torch.where(kept, ids, -1)))
         return int(made.sum())
 
     def load(self, path: str, weights: Any) -> None:
-        """Weights into the model at `path`, "policy" or one of the env's."""
+        """Load weights into the model at `path`: "policy", or a module of the env."""
         if path == "policy" and isinstance(self.collector, MultiSyncCollector):
             self.collector.update_policy_weights_(weights)
         else:
-            self._at_home(functools.partial(_load_at, path=path, weights=weights))
+            self._call_with_env(functools.partial(_load_at, path=path, weights=weights))
 
     def check(self, path: str) -> None:
-        """Raise if there is no model at `path`. In a process that is seen when weights are loaded."""
+        """Raise if there is no model at `path`. With a process, only loading the weights finds that out."""
         if not isinstance(self.collector, MultiSyncCollector):
             _model_at(self.collector, path)
 
     def dump_videos(self, step: Any) -> None:
-        """Let the video recorders of a TorchRL env write what they have recorded, where they are."""
-        self._at_home(functools.partial(_dump_videos, step=step))
+        """Have the video recorders of a TorchRL env write what they recorded, in the process of the env."""
+        self._call_with_env(functools.partial(_dump_videos, step=step))
 
     def film(self, episodes: int) -> None:
-        """Let the envs that film themselves do so, for the next so many episodes."""
-        self._at_home(functools.partial(_film, episodes=episodes))
+        """Have every `FilmedEnv` record its next `episodes` episodes."""
+        self._call_with_env(functools.partial(_film, episodes=episodes))
 
     def write_film(self, path: Any) -> None:
-        """Write what was filmed, where it was."""
-        self._at_home(functools.partial(_write_film, path=path))
+        """Write the recorded episodes to `path`, in the process of the env."""
+        self._call_with_env(functools.partial(_write_film, path=path))
 
-    def _at_home(self, function: Callable[[Any], Any]) -> None:
-        """Call a function with what has the env: the collector, or in its process the worker."""
+    def _call_with_env(self, function: Callable[[Any], Any]) -> None:
+        """Call a function with the object that has the env: the collector, or the worker in the worker's process."""
         if isinstance(self.collector, MultiSyncCollector):
             self.collector.map_fn("apply", [(function,)])
         else:
@@ -197,14 +198,14 @@ def _write_film(root: Any, path: Any) -> None:
         film.dump(path)
 
 
-def made(env: Any) -> Any:
-    """Return the env itself, where a factory was given."""
+def build(env: Any) -> Any:
+    """Return the env: the one given, or the one that the given factory makes."""
     return env() if callable(env) and not is_env(env) else env
 
 
 def lanes_of(env: Any, max_steps: int | None) -> Env:
-    """The lanes to be played, with episodes of at most `max_steps`; moving normalisations do not move meanwhile."""
-    given = made(env)
+    """Return the env's lanes, with episodes of at most `max_steps` and the statistics of VecNorm transforms frozen."""
+    given = build(env)
     for part in modules_of(given):
         if type(part).__name__.startswith("VecNorm") and callable(getattr(part, "freeze", None)):
             part.freeze()  # type: ignore[operator]
@@ -213,17 +214,17 @@ def lanes_of(env: Any, max_steps: int | None) -> Env:
     except UsageError:
         if max_steps is None:
             raise
-    return as_env(given, None, max_steps, _OWN_COUNT)  # it may have a step_count of its own
+    return as_env(given, None, max_steps, _OWN_COUNT)  # the env may have a step_count of its own
 
 
 def modules_of(env: Any) -> list[nn.Module]:
-    """Return the modules of a TorchRL env, and of those it steps in this process."""
+    """Return the modules of a TorchRL env, and of the envs that it steps in this process."""
     if not isinstance(env, nn.Module):
         return []
     found = list(env.modules())
     for part in list(found):
         if type(part).__name__ == "SerialEnv" and part.is_closed:
-            part.start()  # type: ignore[operator]  # its parts are made only then
+            part.start()  # type: ignore[operator]  # it makes its envs only then
         for inner in torchrl_internals.serial_envs(part):
             found += modules_of(inner)
     return found

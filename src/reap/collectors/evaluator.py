@@ -1,9 +1,9 @@
-"""Evaluator: how good is a policy now? Whole episodes, with the weights of the moment of asking, here or meanwhile.
+"""Evaluator: measures a policy over whole episodes, with its weights at the time of the call, now or in the background.
 
     evaluate(step=k) ─────────────────────────────────────────► {"eval/reward": …, "eval/step": k}
     trigger_eval(step=k) ──► a thread collects, you go on ──► poll() / wait() ──► the same
 
-How exactly so many whole episodes are played is in episodes.py.
+episodes.py plays the episodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reap._system.processes import DEADLINE
 from reap._system.threads import join
 from reap.arguments import count, function, mapping, one_of, whole
 from reap.backends.base import Halted
-from reap.collectors.episodes import EpisodePlayer, lanes_of, made
+from reap.collectors.episodes import EpisodePlayer, build, lanes_of
 from reap.collectors.parts.background import ended_by
 from reap.core.capture.chance import beside_the_learner
 from reap.core.policies.signature import exploration_keywords
@@ -46,14 +46,14 @@ from reap.video import FilmedEnv, filmed, films_of
 from reap.weights.local import copied
 
 _BUSY = ("skip", "error", "queue")
-_FRAMES = 1_000  # collected at a time, at most, unless told otherwise
+_FRAMES = 1_000  # the most frames collected at a time, unless `frames_per_batch` says otherwise
 _REWARD: Key = ("next", "reward")
 _SUMMED: Key = ("next", "episode_reward")  # where TorchRL's RewardSum has an episode's return
 _log = logging.getLogger("reap")
 
 
-class _Later(TypedDict, total=False):
-    """What TorchRL's takes and this one refuses, unless it is None."""
+class _UnsupportedOptions(TypedDict, total=False):
+    """Options of TorchRL's `Evaluator` that this one accepts only as None."""
 
     num_gpus: Any
     ray_kwargs: Any
@@ -70,30 +70,32 @@ class Evaluator:
 
     Args:
         env: an env, or a factory of one, as for `Collector`.
-        policy: acts; a copy of it, so that training can go on meanwhile.
-        policy_factory: makes the policy, in place of `policy`; called with the env, if it takes an argument.
-        num_trajectories: episodes per evaluation; lanes share them out evenly.
-        max_steps: cut episodes after so many steps; an env may count and cut for itself as well.
+        policy: the policy to measure. A copy of it acts, so that training can continue meanwhile.
+        policy_factory: makes the policy, in place of `policy`; called with the env if it has a required parameter.
+        num_trajectories: episodes per evaluation, divided evenly among the lanes.
+        max_steps: cut episodes after this many steps; the env may also count and cut them itself.
         frames_per_batch: frames collected at a time; None: `max_steps`, 1,000 at most.
-        collector_kwargs: further options of the collector. `traj_format` says how `metrics_fn` sees the episodes.
-        log_prefix: what the names of the metrics begin with.
-        reward_keys: where the reward is; by default the env's own, which of a PettingZoo group is ("next", "agents",
-            "reward"). An episode's return is the mean of its agents' returns. Where an env sums it up itself
-            (`RewardSum`), that is an episode's return.
-        done_keys: accepted, and changes nothing: episodes end where trajectories do.
+        collector_kwargs: further options of the collector. `traj_format` sets the layout in which `metrics_fn` gets
+            the episodes.
+        log_prefix: the prefix of the names of the metrics.
+        reward_keys: the key of the reward; by default the env's own: ("next", "agents", "reward") for a PettingZoo
+            group. The return of an episode is the mean of its agents' returns. If the env sums rewards itself
+            (`RewardSum`), its sum is the return.
+        done_keys: accepted and ignored: episodes end where trajectories do.
         device: where the policy acts.
         exploration_type: how the policy samples.
-        metrics_fn: takes the episodes that were played, `[num_trajectories, longest]` with `("collector", "mask")`, or
-            `[steps]` with `traj_format="cat"`; returns further metrics by name.
+        metrics_fn: receives the episodes, `[num_trajectories, longest]` with `("collector", "mask")`, or `[steps]` with
+            `traj_format="cat"`; returns further metrics by name.
         dump_video: write what the video recorders of a TorchRL env have recorded.
-        video_dir: film each evaluation's first episode of a Gymnasium env, which of several lanes is that of the first:
-            `<video_dir>/<log_prefix>_<step>.mp4`.
-        logger: one of `reap.loggers`, which is told the metrics of each evaluation, and shown its video.
-        on_result: called with the metrics of each evaluation, as a TensorDict, in the thread that evaluates. What it
-            raises is logged, and ends nothing.
-        busy_policy: what `trigger_eval` does while one is going on: "skip" it, raise an "error", or "queue".
+        video_dir: film the first episode of each evaluation (of the first lane, if there are several) of a Gymnasium
+            env: `<video_dir>/<log_prefix>_<step>.mp4`.
+        logger: one of `reap.loggers`; it receives the metrics and the video of each evaluation.
+        on_result: called with the metrics of each evaluation, as a TensorDict, in the thread that evaluates. An error
+            it raises is logged and stops nothing.
+        busy_policy: what `trigger_eval` does while an evaluation is running: "skip" the new one, raise an "error", or
+            "queue" it.
         backend: where episodes are played: "thread" (this process) or "process".
-        init_fn: called first in the process.
+        init_fn: called first in the worker process, with `backend="process"`.
     """
 
     def __init__(
@@ -119,9 +121,9 @@ class Evaluator:
         busy_policy: Literal["skip", "error", "queue"] = "skip",
         backend: Literal["thread", "process"] = "thread",
         init_fn: Callable[[], Any] | None = None,
-        **later: Unpack[_Later],
+        **unsupported: Unpack[_UnsupportedOptions],
     ) -> None:
-        _refuse_unsupported(later, backend)
+        _refuse_unsupported(unsupported, backend)
         one_of("backend", backend, ("thread", "process"))
         one_of("busy_policy", busy_policy, _BUSY)
         if (policy is None) == (policy_factory is None):
@@ -132,7 +134,7 @@ class Evaluator:
         mapping("collector_kwargs", collector_kwargs)
         for name, value in (("policy_factory", policy_factory), ("metrics_fn", metrics_fn), ("on_result", on_result)):
             function(name, value)
-        self._wanted, self._prefix, self._busy_policy = num_trajectories, log_prefix, busy_policy
+        self._num_trajectories, self._prefix, self._busy_policy = num_trajectories, log_prefix, busy_policy
         if not isinstance(reward_keys, (str, tuple, list)) or not all(isinstance(one, str) for one in reward_keys):
             raise WrongArgument(f"reward_keys must be a key, a string or a tuple of strings, got {reward_keys!r}")
         self._reward, self._metrics = as_key(reward_keys), metrics_fn
@@ -152,10 +154,10 @@ class Evaluator:
             "policy_device": device,
             **(collector_kwargs or {}),
         }
-        layout, self._postproc = self._taken_over(options)
+        layout, self._postproc = self._episode_options(options)
         max_steps = options.pop("max_frames_per_traj", max_steps)
         process = backend == "process"
-        own, given = not is_env(env) and callable(env) and not process, env if process else made(env)
+        own, given = not is_env(env) and callable(env) and not process, env if process else build(env)
         try:
             self._policy = self._policy_for(policy, policy_factory, given)
             if process and init_fn is not None:
@@ -166,42 +168,43 @@ class Evaluator:
                 given.close()
             raise
         self._break_off: Callable[[], None] | None = self._player.breaker()
-        self._one = threading.Lock()  # one evaluation at a time
-        self._news = threading.Condition()  # guards the four below
-        self._thread: threading.Thread | None = None  # at work, or nobody
-        self._left = 0  # asked for and not answered yet
+        self._play_lock = threading.Lock()  # one evaluation at a time
+        self._changed = threading.Condition()  # guards the four below
+        self._thread: threading.Thread | None = None  # plays queued evaluations; None while there are none
+        self._unanswered = 0  # evaluations that were triggered and have no result yet
         self._queue: deque[tuple[dict[str, Any], Any]] = deque()
         self._results: deque[dict[str, Any] | BaseException] = deque()
         self._closed = False
-        self._steps = 0  # of evaluations that were given no number
-        self._elsewhere: str | None = None  # why it is not this process's own
+        self._next_step = 0  # the number of the next evaluation that is given no `step`
+        self._why_foreign: str | None = None  # in a forked copy: why it cannot be used there
         guard(self)
 
     def _make_player(
         self, env: Any, max_steps: int | None, layout: str, options: Mapping[str, Any], *, process: bool
     ) -> EpisodePlayer:
-        """Return what plays the episodes: in a process of its own, or here."""
+        """Return the player of the episodes, in a process of its own or in this one."""
         lanes: Any = functools.partial(lanes_of, env, max_steps) if process else lanes_of(env, max_steps)
-        with _at_rest(self._policy):
+        with _in_eval_mode(self._policy):
             return EpisodePlayer(
-                lanes, self._policy, episodes=self._wanted, layout=layout, process=process, options=options
+                lanes, self._policy, episodes=self._num_trajectories, layout=layout, process=process, options=options
             )
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: its thread is not here, and its workers are its owner's."""
-        self._elsewhere, self._one, self._news = why, threading.Lock(), threading.Condition()
-        self._thread, self._left = None, 0
+        """Refuse every further use. Called in a forked process, whose copy owns no thread and no workers."""
+        self._why_foreign, self._play_lock, self._changed = why, threading.Lock(), threading.Condition()
+        self._thread, self._unanswered = None, 0
         self._queue.clear()
         refuse_all(self, why)
 
-    def _taken_over(self, options: dict[str, Any]) -> tuple[str, Callable[..., Any] | None]:
-        """What is done here with the episodes, in place of the collector: their layout, and what is made of them."""
+    def _episode_options(self, options: dict[str, Any]) -> tuple[str, Callable[..., Any] | None]:
+        """Remove `traj_format` and `postproc`, which apply to whole episodes here, from the options; return both."""
         layout = options.pop("traj_format", None) or "padded"
         one_of("collector_kwargs: traj_format", layout, ("padded", "cat"))
         given = options.pop("trajs_per_batch", None)
-        if given not in (None, self._wanted):
+        if given not in (None, self._num_trajectories):
             raise UsageError(
-                f"collector_kwargs: trajs_per_batch is {given!r}, and num_trajectories {self._wanted}; leave it out"
+                f"collector_kwargs: trajs_per_batch is {given!r}, and num_trajectories {self._num_trajectories}; "
+                f"leave it out"
             )
         if options.pop("split_trajs", None):
             raise UsageError("collector_kwargs: split_trajs has nothing to split; metrics_fn sees whole episodes")
@@ -213,16 +216,16 @@ class Evaluator:
 
     @staticmethod
     def _policy_for(policy: Any, factory: Callable[..., Any] | None, env: Any) -> Any:
-        """Return a copy of the policy, or what the factory makes, of the env if it asks for it."""
+        """Return a copy of the policy, or the policy the factory makes, which is given the env if it takes one."""
         if factory is None:
             return copied(policy)
-        if not _takes_one(factory):
+        if not _takes_env(factory):
             return factory()
-        given = made(env)
+        given = build(env)
         try:
             return factory(given)
         finally:
-            if given is not env:  # the one that is played lives elsewhere
+            if given is not env:  # it was made only for the factory; the worker process makes the one that is played
                 given.close()
 
     # ---- asking ---------------------------------------------------------------------------------------------------
@@ -230,51 +233,52 @@ class Evaluator:
     def evaluate(
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Play the episodes now; `weights` None: those of the policy given, as they are at this moment.
+        """Play the episodes now, and return the metrics.
 
-        `weights_dict` has weights by path, as `{"policy": …, "env.transform[0]": …}`. Where `step` is None evaluations
-        are numbered, from 0.
+        `weights`: the weights to play with; None: the current ones of the policy given to the constructor.
+        `weights_dict` holds weights by path, as `{"policy": …, "env.transform[0]": …}`. Evaluations without a `step`
+        are numbered from 0.
         """
         self._check_open()
-        asked = self._asked(weights, weights_dict), self._numbered(step)
-        with self._one:
-            found = self._play(*asked)
-        self._tell(found)
+        request = self._weights_by_path(weights, weights_dict), self._step_number(step)
+        with self._play_lock:
+            found = self._play(*request)
+        self._report(found)
         return found
 
     def trigger_eval(
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
     ) -> bool:
-        """Play them in the background; False: one is going on, and this one is skipped."""
+        """Start an evaluation in the background; return False if it was skipped because another one is running."""
         self._check_open()
         if self.pending:
             if self._busy_policy == "error":
                 raise WrongState("an evaluation is going on; wait() for it, or give busy_policy='queue'")
             if self._busy_policy == "skip":
                 return False
-        asked = self._asked(weights, weights_dict), self._numbered(step)
-        with self._news:
-            self._queue.append(asked)
-            self._left += 1
+        request = self._weights_by_path(weights, weights_dict), self._step_number(step)
+        with self._changed:
+            self._queue.append(request)
+            self._unanswered += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="reap-evaluator", daemon=True)
+                self._thread = threading.Thread(target=self._run_queue, name="reap-evaluator", daemon=True)
                 self._thread.start()
         return True
 
     @property
     def pending(self) -> bool:
-        """Whether an evaluation is going on or waiting."""
-        return self._left > 0
+        """Whether an evaluation is running or queued."""
+        return self._unanswered > 0
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
-        """The next result of the background, in order; None if none is there within `timeout` seconds."""
+        """Return the next result of the background, in order; None if there is none within `timeout` seconds."""
         return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """The next result, waited for; None if nothing is pending, or it took longer than `timeout` seconds."""
+        """Wait for the next result and return it; None if nothing is pending, or after `timeout` seconds."""
         self._check_owner()
-        with self._news:
-            self._news.wait_for(lambda: self._results or not self._left, timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self._results or not self._unanswered, timeout)
             if not self._results:
                 return None
             found = self._results.popleft()
@@ -284,31 +288,31 @@ class Evaluator:
 
     # ---- playing --------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run_queue(self) -> None:
         beside_the_learner()
         while True:
-            with self._news:
+            with self._changed:
                 if not self._queue:
-                    self._thread = None  # with the lock held: whoever asks next starts another
+                    self._thread = None  # while holding the lock: the next `trigger_eval` starts a new thread
                     return
                 weights, step = self._queue.popleft()
             result: dict[str, Any] | BaseException
             try:
-                with self._one:
+                with self._play_lock:
                     result = self._play(weights, step)
-                self._tell(result)
-            except (Exception, Halted) as error:  # raised where it is asked for
+                self._report(result)
+            except (Exception, Halted) as error:  # `wait` raises it
                 result = error
                 if isinstance(error, Halted) or isinstance(error.__cause__, Halted):
                     result = WrongState("this evaluation was broken off: its Evaluator was shut down")
             except BaseException as cause:
                 result = ended_by(cause, "the evaluating thread")
-            with self._news:
+            with self._changed:
                 self._results.append(result)
-                self._left -= 1
-                self._news.notify_all()
+                self._unanswered -= 1
+                self._changed.notify_all()
 
-    def _tell(self, found: Mapping[str, Any]) -> None:
+    def _report(self, found: Mapping[str, Any]) -> None:
         step = found[f"{self._prefix}/step"]
         videos = {name: value for name, value in found.items() if name == f"{self._prefix}/video"}
         numbers = {name: value for name, value in found.items() if name not in videos}
@@ -316,12 +320,12 @@ class Evaluator:
             if self._logger is not None:
                 self._logger.log(step, {k: v for k, v in numbers.items() if not k.endswith("/step")}, videos)
             if self._on_result is not None:
-                self._on_result(TensorDict({name: _tensor(value) for name, value in numbers.items()}))
+                self._on_result(TensorDict({name: _as_tensor(value) for name, value in numbers.items()}))
         except Exception:
             _log.exception("Evaluator: on_result or logger raised; the evaluation counts all the same")
 
     def explain(self) -> str:
-        """How the policy is asked for its actions: what `exploration_type` comes to, and how env and policy are run.
+        """Explain how the policy chooses actions, given `exploration_type`, and how env and policy run.
 
         >>> print(evaluator.explain())
         exploration_type DETERMINISTIC: the policy's distributions give the action that each has for that
@@ -342,13 +346,13 @@ class Evaluator:
             )
         return f"exploration_type {name}: {meaning}\n{self._player.collector.explain()}"
 
-    def _numbered(self, step: Any) -> Any:
+    def _step_number(self, step: Any) -> Any:
         if step is None:
-            step, self._steps = self._steps, self._steps + 1
+            step, self._next_step = self._next_step, self._next_step + 1
         return step
 
-    def _asked(self, weights: Any, by_path: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Weights by path, as they are now."""
+    def _weights_by_path(self, weights: Any, by_path: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the weights to play with, by path. Modules' weights are copied now, since training may change them."""
         if by_path is not None and not isinstance(by_path, Mapping):
             raise WrongArgument(f"weights_dict must be a mapping of paths to weights, got {type(by_path).__name__}")
         for path in by_path or ():
@@ -356,11 +360,12 @@ class Evaluator:
                 raise WrongArgument(f"weights_dict must name models by paths, as 'policy'; got {path!r}")
             self._player.check(path)
         given = self._source if weights is None else weights
-        asked = {"policy": given, **(by_path or {})}
+        models = {"policy": given, **(by_path or {})}
         taken = {
             path: self.extract_weights(one) if isinstance(one, nn.Module) else one
-            for path, one in asked.items()
-            if isinstance(one, nn.Module) or path in (by_path or ()) or weights is not None  # a function has none
+            for path, one in models.items()
+            # A policy that is a function has no weights to take.
+            if isinstance(one, nn.Module) or path in (by_path or ()) or weights is not None
         }
         return {path: one for path, one in taken.items() if one is not None}
 
@@ -371,12 +376,12 @@ class Evaluator:
         if self._videos is not None:
             self._player.film(1)
         began = time.perf_counter()
-        with _at_rest(self._policy):
+        with _in_eval_mode(self._policy):
             episodes, frames = self._player.play(None if self._metrics or self._postproc else keys)
         seconds = time.perf_counter() - began
         if self._postproc is not None:
             episodes = self._postproc(episodes)
-        returns, lengths = _scores(episodes, _reward_in(episodes, self._reward))
+        returns, lengths = _returns_and_lengths(episodes, _reward_in(episodes, self._reward))
         found: dict[str, Any] = {
             "reward": float(np.mean(returns)),
             "reward_std": float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0,
@@ -395,47 +400,47 @@ class Evaluator:
 
     @staticmethod
     def extract_weights(policy: nn.Module) -> TensorDictBase:
-        """A policy's weights as they are now, for `evaluate`."""
+        """Return a copy of a policy's current weights, for `evaluate`."""
         return TensorDict.from_module(policy).data.clone()
 
     # ---- state and end --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The collector's state; refused while something is pending."""
+        """Return the collector's state; raise `WrongState` while an evaluation is pending."""
         self._check_open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before state_dict()")
         return {"collector": self._player.collector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The counterpart of `state_dict`."""
+        """Load what `state_dict` returned; raise `WrongState` while an evaluation is pending."""
         self._check_open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before load_state_dict()")
         self._player.collector.load_state_dict(state_dict["collector"])
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Break off what is going on, after the step it is in; drop what waits; close the env. May be called twice.
+        """Break off a running evaluation after its current step, drop queued ones, close the env. May be called twice.
 
-        `timeout`: seconds to wait for that step (5 by default); then `WorkerSilent`, with its stack.
+        `timeout`: seconds to wait for that step (5 by default), after which `WorkerSilent` is raised, with its stack.
         """
         self._closed = True
-        with self._news:
-            self._left -= len(self._queue)
+        with self._changed:
+            self._unanswered -= len(self._queue)
             self._queue.clear()
             thread = self._thread
-            self._news.notify_all()
+            self._changed.notify_all()
         if thread is not None:
             if self._break_off is not None:
                 self._break_off()
             join(thread, DEADLINE if timeout is None else timeout, "the evaluating thread, whose env stays open,")
-        player, self._player, self._break_off = self._player, None, None  # its memory goes with it
+        player, self._player, self._break_off = self._player, None, None  # drop the references, to free the memory
         if player is not None:
             player.collector.shutdown()
 
     def _check_owner(self) -> None:
-        if self._elsewhere is not None:
-            raise WrongState(f"this Evaluator cannot be used here: {self._elsewhere}")
+        if self._why_foreign is not None:
+            raise WrongState(f"this Evaluator cannot be used here: {self._why_foreign}")
 
     def _check_open(self) -> None:
         self._check_owner()
@@ -449,20 +454,20 @@ class Evaluator:
         self.shutdown()
 
 
-def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
-    """Raise for options that TorchRL's has and this one has not, and for those that nobody has."""
-    unknown = [name for name in later if name not in _Later.__annotations__]
+def _refuse_unsupported(unsupported: Mapping[str, Any], backend: Any) -> None:
+    """Raise for unknown options, and for options of TorchRL's `Evaluator` that this one lacks."""
+    unknown = [name for name in unsupported if name not in _UnsupportedOptions.__annotations__]
     if unknown:
-        known = inspect.signature(Evaluator).parameters.keys() - {"later"}
+        known = inspect.signature(Evaluator).parameters.keys() - {"unsupported"}
         hint = "; did you mean 'num_trajectories'?" if "episodes" in unknown[0] else nearest(unknown[0], known)
         raise WrongArgument(f"Evaluator has no option {unknown[0]!r}{hint}")
-    given = [name for name, value in later.items() if value is not None]
+    given = [name for name, value in unsupported.items() if value is not None]
     if given or (isinstance(backend, str) and backend == "ray"):
         raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
 
 
-def _takes_one(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory of policies wants the env: it has a parameter that must be given."""
+def _takes_env(factory: Callable[..., Any]) -> bool:
+    """Return whether a policy factory takes the env: whether it has a required parameter."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -472,8 +477,8 @@ def _takes_one(factory: Callable[..., Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _at_rest(policy: Any) -> Iterator[None]:
-    """Inside, a policy's modules are in evaluation mode; afterwards in whichever each was."""
+def _in_eval_mode(policy: Any) -> Iterator[None]:
+    """Put a policy's modules into evaluation mode for the block, and back into their former modes after it."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
     modes = [module.training for module in modules]
     if isinstance(policy, nn.Module):
@@ -486,7 +491,7 @@ def _at_rest(policy: Any) -> Iterator[None]:
 
 
 def _reward_in(episodes: TensorDictBase, wanted: Key) -> Key:
-    """Where the reward of these episodes is: at the key that was named, or by default at the only one there is."""
+    """Return the key of the reward in these episodes: the one that was named, or by default the only one there is."""
     found = [key for key in map(as_key, episodes.keys(True, True)) if key[0] == "next" and key[-1] == _REWARD[-1]]
     if any(episodes.get(key, None) is not None for key in (wanted, _SUMMED)):
         return wanted
@@ -498,8 +503,8 @@ def _reward_in(episodes: TensorDictBase, wanted: Key) -> Key:
     return found[0]
 
 
-def _scores(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[float]]:
-    """Return and length of each episode."""
+def _returns_and_lengths(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[float]]:
+    """Compute the return and the length of each episode."""
     mask = own_entry(episodes, MASK)
     if mask is None:
         sizes = episodes.get(TRAJ_IDS).unique_consecutive(return_counts=True)[1].tolist()
@@ -514,7 +519,7 @@ def _scores(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[fl
     return returns, [float(len(one)) for one in rows]
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _as_tensor(value: Any) -> torch.Tensor:
     found = torch.as_tensor(value)
     return found.float() if found.dtype is torch.float64 else found
 
@@ -530,20 +535,20 @@ def record_video(
     seed: int | None = None,
     fps: float | None = None,
 ) -> dict[str, Any]:
-    """Film a policy playing whole episodes; returns their mean return and length, by name, and where the video is.
+    """Film a policy playing whole episodes; return their metrics by name, and the path of the video.
 
     >>> record_video("CartPole-v1", policy, "play.mp4")["reward"]
 
     Args:
         env: a Gymnasium id, an env made with `render_mode="rgb_array"`, a `GymEnv` of one, or a factory of either.
-        policy: as for `Collector`; None plays random actions. It is asked for its deterministic action, in evaluation
-            mode; a policy that samples all the same is told of in a warning.
+        policy: as for `Collector`; None plays random actions. It plays deterministically, in evaluation mode; a warning
+            says so if it samples nevertheless.
         path: the mp4 file.
-        episodes: how many, one after another in one video.
-        max_steps: cut episodes after so many steps.
-        deterministic: False: as it acts in training.
-        seed: of the env and of the policy's noise. The random generators of your program are put back afterwards.
-        fps: frames per second; None: as the env says.
+        episodes: how many episodes, one after another in one video.
+        max_steps: cut episodes after this many steps.
+        deterministic: False: the policy samples as in training.
+        seed: seeds the env and the policy's noise. The random generators of your program are restored afterwards.
+        fps: frames per second; None: what the env says.
     """
     kind = InteractionType.DETERMINISTIC if deterministic else InteractionType.RANDOM
     before = None if seed is None else generators()
@@ -572,7 +577,7 @@ def record_video(
 
 
 def _only_film(collector: Any) -> FilmedEnv:
-    """The one lane that is filmed; an error where others would play episodes that nobody sees."""
+    """Return the one filmed env; raise if there are more lanes, whose episodes nobody would see."""
     lanes = collector.env
     if lanes.spec.lanes > 1:
         raise UsageError(

@@ -1,8 +1,8 @@
-"""MultiCollector: workers in processes of their own.
+"""MultiCollector: collects with workers in processes of their own.
 
 MultiSyncCollector   a batch holds the rollouts of all workers, made by one version of the weights
-MultiAsyncCollector  a batch is one worker's rollout, first come first served; workers go on while you learn
-AsyncCollector       the latter with one worker
+MultiAsyncCollector  a batch is one worker's rollout, first come first served; workers collect on while you learn
+AsyncCollector       MultiAsyncCollector with one worker
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from reap.backends.worker_backend import WorkerBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink
 from reap.collectors.keywords import MultiCollectorOptions
-from reap.collectors.options import Options, listed, read_options, shows_options
+from reap.collectors.options import Options, is_list, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
 from reap.collectors.parts.background import Runner
-from reap.collectors.parts.weight_updates import Workers, load_model, place_of
+from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
 from reap.collectors.placement import InlinePlacement, Placement
 from reap.collectors.plans import EnvMaker, PolicyMaker, StepsPerRollout, plan_for
 from reap.core.attribute_path import each_call, get_attribute
@@ -40,11 +40,11 @@ from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, Wr
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
-WITHOUT = frozenset({"interruptor", "return_same_td"})  # they are for a worker in this process
+UNSUPPORTED = frozenset({"interruptor", "return_same_td"})  # options that need a worker in this process
 PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class MultiCollector(BaseCollector):
     """Collects with several worker processes.
 
@@ -58,7 +58,8 @@ class MultiCollector(BaseCollector):
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
         policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
         num_workers: how many workers, where `create_env_fn` is one factory for all.
-        sync: True: a batch holds a rollout of every worker. False: of one, first come first served.
+        sync: True: a batch holds a rollout of every worker. False: a batch is one worker's rollout, first come first
+            served.
         **options: see `reap.collectors.options.Options`.
     """
 
@@ -96,13 +97,13 @@ class MultiCollector(BaseCollector):
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
         policy = rand_step_as_policy(policy)
-        count, makers = _workers(name, create_env_fn, num_workers)
-        each = _taken_per_worker(options, count)
+        count, makers = _count_and_makers(name, create_env_fn, num_workers)
+        each = _pop_per_worker(options, count)
         asked = options.get("frames_per_batch")
         if asked is None:
             raise WrongArgument(f"{name} needs frames_per_batch: how many frames a batch holds")
         frames = _frames(asked, count, sync=bool(self._sync))
-        if listed(asked):
+        if is_list(asked):
             asked = sum(frames) if self._sync else max(frames)
         settings = read_options(name, {**options, "frames_per_batch": asked})
         if settings.workers == "inline":
@@ -115,7 +116,7 @@ class MultiCollector(BaseCollector):
         self._lag_limit = _lag_limit(settings)
         self._prepare(workers[0], update_interval=self._placement.update_interval)
         self._policy, self._strategy = policy, settings.strategy()
-        self._worker_hooks: dict[str, Any] = {}  # hooks that are called in the workers
+        self._worker_hooks: dict[str, Any] = {}  # the hooks that workers call
         if self._workers_write or settings.hooks_in_workers:
             self._worker_hooks = {"pre_collect_hook": self._pre_hook, "post_collect_hook": self._post_hook}
             self._pre_hook = self._post_hook = None
@@ -141,7 +142,7 @@ class MultiCollector(BaseCollector):
         )
 
     def _check_settings(self, settings: Options, count: int) -> None:
-        """Refuse options that do not go with so many workers elsewhere."""
+        """Raise for options that do not fit workers in other processes, or this number of them."""
         name = type(self).__name__
         if settings.interruptor is not None or settings.return_same_td:
             one = "interruptor" if settings.interruptor is not None else "return_same_td"
@@ -153,7 +154,7 @@ class MultiCollector(BaseCollector):
             raise SpecMismatch(f"collector_kwargs holds {len(own)} mappings for {count} workers")
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
-        """Make the backend, by which the workers are reached where they live."""
+        """Return the backend that reaches the workers where the placement puts them."""
         place = self._placement
         if self._sync and settings.preemptive_threshold is not None and not place.preempts:
             raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
@@ -167,14 +168,14 @@ class MultiCollector(BaseCollector):
         )
 
     def _make_delivery(self, settings: Options) -> Delivery:
-        """Choose which rollouts make a batch."""
+        """Return the delivery, which decides which rollouts make a batch."""
         threshold = settings.preemptive_threshold if self._sync else None
         if self._workers_write:
             return IntoBuffer(in_step=bool(self._sync), threshold=threshold, random_frames=settings.random_frames)
         return InStep(threshold) if self._sync else AsReady(settings.random_frames)
 
     def _job_options(self, settings: Options) -> dict[str, Any]:
-        """Return what workers are told wherever they live."""
+        """Return the arguments of `WorkerBackend` that are the same wherever the workers live."""
         return {
             "source": self._weights_source,
             "scheme": settings.weight_transport,
@@ -189,14 +190,14 @@ class MultiCollector(BaseCollector):
 
     @property
     def _weights_source(self) -> Any:
-        """Where weights come from, unless somebody gives them."""
+        """The source of the weights when `update_policy_weights_` is given none."""
         first = self.options.first_weights
         if first is None and (self._strategy is not None or isinstance(self._policy, torch.nn.Module)):
             return self._policy
         return first
 
     def _send_first_weights(self) -> None:
-        """Send workers the weights they begin with, where these are others than those they were built with."""
+        """Send workers their first weights, unless they were built with these already."""
         source, options = self._weights_source, self.options
         built_with_them = self._policy is None or options.first_weights is None
         if options.weight_transport == "none" or source is None or (built_with_them and self._strategy is None):
@@ -207,49 +208,47 @@ class MultiCollector(BaseCollector):
         self._backend.begin_with({w: given[w] if apart else given for w in every if not apart or w in given})
 
     def _make_sink(self) -> Sink | None:
-        """Return None where workers write into the buffer themselves; also notes whether they do."""
-        sink = super()._make_sink()  # checks the options
+        """Return the sink of this process, or None if workers write to the buffer; set `_workers_write`."""
+        sink = super()._make_sink()  # called in both cases: it checks the options
         self._workers_write = self._placement.workers_write(self.replay_buffer)
         return None if self._workers_write else sink
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
-        """Return what each worker is built from, packed for its journey."""
-        packed = {id(make): self._placement.pack(for_workers(make), "create_env_fn") for make in makers}
-        given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
-        kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
-        self._placement.pack(workers[0].init_fn, "init_fn")  # it travels with the job; an error here names it
-        ours = self._packed_policies(workers, policy)
-        factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
-        made = {key: self._placement.pack(factory, "policy_factory") for key, factory in factories.items()}
+        """Return the plan of each worker, with its contents pickled for the worker's process."""
+        pack = self._placement.pack
+        envs = _packed_once(pack, [for_workers(make) for make in makers], "create_env_fn")
+        kwargs = _packed_once(pack, [options.create_env_kwargs for options in workers], "create_env_kwargs")
+        pack(workers[0].init_fn, "init_fn")  # only to fail early, with its name: the job carries it
+        policies = self._packed_policies(workers, policy)
+        factories = _packed_once(pack, [options.policy_factory for options in workers], "policy_factory")
         plans = []
-        for w, (options, make, size, weights) in enumerate(zip(workers, makers, frames, ours)):
+        for w, (options, size) in enumerate(zip(workers, frames)):
             device, _ = options.devices
-            keywords = kwargs.get(id(options.create_env_kwargs))
-            env = EnvMaker(packed[id(make)], keywords, options.max_frames_per_traj, options.failure_dir, w)
-            acting = PolicyMaker(weights, made.get(id(options.policy_factory)), device)
+            env = EnvMaker(envs[w], kwargs[w], options.max_frames_per_traj, options.failure_dir, w)
+            acting = PolicyMaker(policies[w], factories[w], device)
             plans.append(plan_for(options, env, acting, StepsPerRollout(size), device))
         return plans
 
     def _packed_policies(self, workers: Sequence[Options], policy: Any) -> Sequence[Packed | None]:
-        """Return for each worker the policy itself, the weights of one that is made there, or None; packed."""
+        """Return for each worker, packed: the policy, the first weights of one its factory makes, or None."""
         count = len(workers)
         if policy is not None and all(o.policy_factory is None for o in workers):
             return [self._placement.pack(policy, "policy")] * count
         if self._strategy is not None:
-            return [None] * count  # weights follow as soon as workers are there
-        if isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
+            return [None] * count  # `_send_first_weights` sends weights once the workers have started
+        if isinstance(policy, torch.nn.Module):  # with a factory, it only supplies weights and does not act
             return [_packed_weights(policy)] * count
         if policy is not None:
             raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
-        first = workers[0].first_weights  # of policies that are made in the workers
+        first = workers[0].first_weights  # for policies that are made in the workers
         if by_worker(first):
             return [_packed_weights(first[w]) if w in first else None for w in range(count)]
         return [None if first is None else _packed_weights(first)] * count
 
     def _learn_sizes(self) -> None:
-        """Note how many frames a batch really holds, warn of every rounding, and choose how batches are arranged."""
+        """Set the number of frames a batch really holds, warn if it was rounded, and choose the arrangement."""
         layouts = [worker.info.layout for worker in self._backend.workers]
         sizes = [layout.steps * layout.lanes for layout in layouts]
         asked = self.options.frames_per_batch
@@ -264,11 +263,11 @@ class MultiCollector(BaseCollector):
         self._pipeline.arrangement = arrangement
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
-        """How many frames a worker (the first, if none is named) makes for a batch."""
+        """Return how many frames a worker (by default the first) makes for a batch."""
         return self._sizes[worker_idx or 0]
 
     def fake_tensordict(self) -> TensorDictBase:
-        """Not here: batches come from other processes."""
+        """Raise `NotImplementedError`: batches come from other processes, so their shape is not known in advance."""
         raise NotImplementedError(f"{type(self).__name__} sees batches when they come; look at one")
 
     # ---- data -----------------------------------------------------------------------------------------------------
@@ -278,8 +277,8 @@ class MultiCollector(BaseCollector):
             return super()._next_batch()
         with self._backend.uninterrupted():
             self._send_weights()
-            if self._runner is None:  # else `_count` says so
-                self._weights.used(1, background=False)
+            if self._runner is None:  # in the background `_count` does this
+                self._weights.count_rollouts(1, background=False)
             made = self._pipeline.frames
             random = made < self.options.random_frames
             rollout = self._backend.take(random=random, most=self.options.total - made)
@@ -290,10 +289,10 @@ class MultiCollector(BaseCollector):
         self._pipeline.frames += frames
         self._pipeline.batches += batches
         if self._runner is not None:
-            self._weights.used(batches, background=True)
+            self._weights.count_rollouts(batches, background=True)
 
     def _make_runner(self) -> Runner:
-        if not self._workers_write or not self._placement.workers_go_on:
+        if not self._workers_write or not self._placement.workers_run_free:
             return super()._make_runner()
         if self.options.update_at_each_batch:
             raise WrongState(
@@ -302,7 +301,7 @@ class MultiCollector(BaseCollector):
         made = self._pipeline.frames
         left, random = self.options.total - made, self.options.random_frames - made
         transport = self._backend.transport
-        assert isinstance(transport, SharedMemoryTransport)  # workers that go on by themselves count there
+        assert isinstance(transport, SharedMemoryTransport)  # workers that run by themselves count in its counters
         return BackgroundRunner(self._backend, transport.counters, left=left, random=random, count=self._count)
 
     def rollout(self) -> TensorDictBase:
@@ -319,12 +318,12 @@ class MultiCollector(BaseCollector):
                 f"there is a replay buffer; give a postproc, or write to the buffer yourself"
             )
 
-    # Hooks are called here, or in the workers: there where these write to a buffer, where `hooks_in_workers` says so,
-    # and those that are assigned.
+    # This process calls the hooks, or the workers do: if workers write to the buffer, with `hooks_in_workers`, and for
+    # every hook that is assigned later.
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """What is called before each rollout; one that is assigned is called in the workers."""
+        """The function called before each batch or rollout; workers call one that is assigned here."""
         return self._worker_hooks.get("pre_collect_hook") or self._pre_hook
 
     @pre_collect_hook.setter
@@ -334,7 +333,7 @@ class MultiCollector(BaseCollector):
 
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
-        """What is called with each batch; one that is assigned is called in the workers, with what each has made."""
+        """The function called with each batch; workers call one that is assigned here, with their own rollouts."""
         return self._worker_hooks.get("post_collect_hook") or self._post_hook
 
     @post_collect_hook.setter
@@ -355,13 +354,13 @@ class MultiCollector(BaseCollector):
             super()._fetch()
 
     def _send_weights(self) -> None:
-        """Where weights are sent by themselves, it is time before a batch."""
+        """Update the workers' weights before a batch, if the options ask for automatic updates and one is due."""
         if self._weights.due(self._pipeline.batches):
             self.update_policy_weights_()
 
     @property
     def policy(self) -> Any:
-        """The policy given; workers act with copies of it."""
+        """The policy the collector was given; workers act with copies of it."""
         return self._policy
 
     def _publish(self, weights: Any, worker_ids: Workers) -> int:
@@ -375,7 +374,7 @@ class MultiCollector(BaseCollector):
         return self._backend.publish(weights, ids)
 
     def _load_model(self, path: str, weights: Any) -> None:
-        here, strategy = place_of(path) == "postproc", self.options.strategy(path)
+        here, strategy = root_of_path(path) == "postproc", self.options.strategy(path)
 
         def in_workers(state: Any) -> None:
             if strategy is None:
@@ -389,25 +388,25 @@ class MultiCollector(BaseCollector):
         load_model(path, weights, strategy, find=find, ask=self._ask, in_workers=there)
 
     def get_cached_weights(self, model_id: str = "policy", *, worker: int = 0) -> Any:
-        """The weights a worker acts with, by name."""
+        """Return the weights a worker acts with, by name."""
         return self._ask(lambda: self._backend.weights_of(worker))
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
-        for worker, found in self._found("explain", each_call(self.num_workers, None, None)).items():
-            texts = found if isinstance(found, list) else [found]  # of workers it has in processes of its own
+        for worker, found in self._find_in_workers("explain", each_call(self.num_workers, None, None)).items():
+            texts = found if isinstance(found, list) else [found]  # a list: one text per nested worker
             told.setdefault("\n".join(dict.fromkeys(texts)), []).append(worker)
         if len(told) == 1:
             return next(iter(told))
         return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())
 
     def get_distant_attr(self, attr: str) -> list[Any]:
-        return list(self._found(attr).values())
+        return list(self._find_in_workers(attr).values())
 
-    def _found(
+    def _find_in_workers(
         self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     ) -> dict[int, Any]:
-        """Return what is at `path` in each worker, by its number; or what it returns when called."""
+        """Return the attribute at `path` in each worker, by worker number; with `calls`, the results of calling it."""
         self._check_open()
         return self._between(lambda: self._backend.find(path, calls))
 
@@ -419,23 +418,23 @@ class MultiCollector(BaseCollector):
     ) -> list[Any]:
         self._check_open()
         if method_name.startswith("policy."):
-            self._weights.watch = None  # whoever reaches into the workers' policies knows that they are copies
+            self._weights.watch = None  # users who reach into the workers' policies know that these are copies
         calls = each_call(self.num_workers, list_of_args, list_of_kwargs)
-        if method_name == "update_policy_weights_":  # versions are counted here
+        if method_name == "update_policy_weights_":  # this process counts versions
             self.update_policy_weights_({w: _weights_in(*call) for w, call in enumerate(calls)})
             return [None] * len(calls)
-        if method_name == "reset":  # what was made before it is not delivered any more
+        if method_name == "reset":  # rollouts collected before the reset must not be delivered
             self.reset()
             return [None] * len(calls)
-        return list(self._found(method_name, calls).values())
+        return list(self._find_in_workers(method_name, calls).values())
 
     def _from_first_worker(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
 
     def _settle(self, timeout: float | None) -> None:
-        """Wait, paused in the background, until no worker is making anything any more."""
+        """Wait, while background collection is paused, until no worker is collecting any more."""
         if self._workers_write:
-            self._count(*self._backend.settle(timeout))  # it is in the buffer, and nobody has counted it yet
+            self._count(*self._backend.settle(timeout))  # rollouts that are in the buffer and not counted yet
         else:
             self._backend.drain(timeout)
 
@@ -446,12 +445,12 @@ class MultiCollector(BaseCollector):
             self._runner.stop_watching()
         super()._close(why, failed=failed)
         if isinstance(self._runner, BackgroundRunner):
-            self._runner.catch_up()  # workers have ended: nothing is made any more
+            self._runner.catch_up()  # the last count: the workers have ended
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""
         self._check_open()
-        chosen = None if reset_idx is None else _marked(reset_idx, len(self._backend.workers))
+        chosen = None if reset_idx is None else _marked_workers(reset_idx, len(self._backend.workers))
 
         def work() -> None:
             self._backend.reset(workers=chosen)
@@ -470,7 +469,7 @@ class MultiCollector(BaseCollector):
         )
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class MultiSyncCollector(MultiCollector):
     """Collects with several worker processes in step: a batch holds a rollout of each, all made by the same weights.
 
@@ -491,16 +490,16 @@ class MultiSyncCollector(MultiCollector):
     _sync = True
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class MultiAsyncCollector(MultiCollector):
-    """Collects with several worker processes that go on while you learn: a batch is one worker's rollout.
+    """Collects with several worker processes that continue while you learn: a batch is one worker's rollout.
 
     >>> collector = MultiAsyncCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
-    >>> for batch in collector:              # [200], of whoever is first
+    >>> for batch in collector:              # [200], of the worker that is first
     ...     collector.update_policy_weights_()
 
-    `batch.origin` says which worker made it, with which version of the weights, and how far behind that is. Envs are
-    built in the workers only. `create_env_fn` may be a lambda; scripts need no main guard.
+    `batch.origin` holds the worker that made the batch, the version of its weights, and the lag: how many updates there
+    were since. Envs are built in the workers only. `create_env_fn` may be a lambda; scripts need no main guard.
 
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
@@ -513,9 +512,9 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
-@shows_options(without=WITHOUT)
+@shows_options(without=UNSUPPORTED)
 class AsyncCollector(MultiAsyncCollector):
-    """One worker in the background: it collects the next batch while you use this one.
+    """Collects with one worker process, which collects the next batch while you use this one.
 
     >>> collector = AsyncCollector(make_env, policy, frames_per_batch=200, total_frames=1000)
     >>> for batch in collector:
@@ -536,7 +535,7 @@ class AsyncCollector(MultiAsyncCollector):
         num_workers: int | None = None,
         **options: Unpack[MultiCollectorOptions],
     ) -> None:
-        if listed(create_env_fn):
+        if is_list(create_env_fn):
             if len(create_env_fn) != 1:
                 raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
             (create_env_fn,) = create_env_fn
@@ -551,12 +550,12 @@ def _lag_limit(options: Options) -> LagLimit | None:
     return None if options.max_lag is None else LagLimit(options.max_lag)
 
 
-def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:
+def _count_and_makers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:
     if num_workers is not None and (
         isinstance(num_workers, bool) or not isinstance(num_workers, int) or not 1 <= num_workers <= MOST_LANES
     ):
         raise WrongArgument(f"num_workers must be a whole number ≥ 1 and at most {MOST_LANES:,}, got {num_workers!r}")
-    if listed(create_env_fn):
+    if is_list(create_env_fn):
         if not create_env_fn:
             raise UsageError(f"{owner} needs at least one env factory")
         return len(create_env_fn), list(create_env_fn)
@@ -565,8 +564,8 @@ def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, lis
     return num_workers, [create_env_fn] * num_workers
 
 
-def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any]]:
-    """Take those options out that may differ between workers; returns the value of each worker, by option."""
+def _pop_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any]]:
+    """Remove the options that may differ between workers from `options`; return their values, one for each worker."""
     each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
     for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
         if old in options:
@@ -578,8 +577,8 @@ def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """Return the value of an option for each worker."""
-    if not listed(value):
+    """Return the value of an option for each of `count` workers."""
+    if not is_list(value):
         return [value] * count
     if len(value) != count:
         raise SpecMismatch(f"{name} holds {len(value)} values for {count} workers")
@@ -587,8 +586,8 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
-    """Return how many frames each worker makes for a batch."""
-    if listed(value):
+    """Return how many frames each worker collects for a batch."""
+    if is_list(value):
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
         return [_frames(one, 1, sync=sync)[0] for one in value]
@@ -596,20 +595,27 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
     return [-(-frames // count) if sync else frames] * count
 
 
+def _packed_once(pack: Callable[..., Any], values: Sequence[Any], name: str) -> list[Any]:
+    """Return these values packed, an object that occurs several times only once; None stays None."""
+    different = {id(value): value for value in values if value is not None}
+    packed = {key: pack(value, name) for key, value in different.items()}
+    return [packed.get(id(value)) for value in values]
+
+
 def _packed_weights(weights: Any) -> Packed:
-    """Return weights, packed for workers."""
+    """Return weights, pickled for workers."""
     return pack_bytes(detached(weights), "policy")
 
 
 def _weights_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the weights in the arguments of one worker's `update_policy_weights_`."""
+    """Return the weights among the arguments that `map_fn` was given for one worker's `update_policy_weights_`."""
     given = [*args, *kwargs.values()]
     if len(given) != 1:
         raise UsageError(f"update_policy_weights_ in workers takes weights for each, got {len(given)} arguments")
     return given[0]
 
 
-def _marked(index: Any, count: int) -> list[int]:
+def _marked_workers(index: Any, count: int) -> list[int]:
     chosen = torch.as_tensor(index).reshape(-1)
     if chosen.dtype is not torch.bool or len(chosen) != count:
         raise UsageError(f"reset takes one True or False for each of {count} workers, got {index!r}")

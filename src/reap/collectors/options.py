@@ -1,4 +1,4 @@
-"""Every option of every collector: declared once, documented once, checked once."""
+"""Options: every option of every collector, declared, documented and checked in one place."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LEGACY = {
     "passing_devices": "storing_device",
     "exploration_mode": "exploration_type",
 }
-_MODELS = ("policy", "env", "postproc")  # that weights can be sent to
-_LATER = {
+_MODELS = ("policy", "env", "postproc")  # where a model's path can begin, for weights that are sent to it
+_UNSUPPORTED = {
     "collector_class",
     "weight_recv_schemes",
 }
-# Only where workers are processes of their own.
+# Options of collectors whose workers are processes of their own.
 WORKERS_ONLY = frozenset(
     {
         "cat_results",
@@ -48,10 +48,11 @@ WORKERS_ONLY = frozenset(
         "start_method",
     }
 )
-_OF_PARALLEL_ENVS = ("timeout", "start_method", "num_sub_threads")  # of these, what `ParallelEnv` takes too
-# What somebody means whose word is near another one.
+# Those of `WORKERS_ONLY` that `ParallelEnv` takes too.
+_PARALLEL_ENV_OPTIONS = ("timeout", "start_method", "num_sub_threads")
+# Hints for unknown names, where the most similar option is not the one that is meant.
 _WORKERS = "; worker processes are MultiSyncCollector([make_env] * 2, …), or Collector(…, num_collectors=2)"
-_MEANT = {"num_workers": _WORKERS, "n_workers": _WORKERS}
+_HINTS = {"num_workers": _WORKERS, "n_workers": _WORKERS}
 _FLAGS = (
     "capture",
     "deterministic",
@@ -69,32 +70,33 @@ _FLAGS = (
     "hooks_in_workers",
 )
 T = TypeVar("T")
-# Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
+# Accepted and ignored, so that scripts run unchanged: they tune TorchRL's implementation and do not change the data.
 _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "auto_register_policy_transforms")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a collector can be told.
+    """The options of all collectors.
 
     Args:
-        frames_per_batch: frames in a batch, over all lanes; where lanes go in step, rounded up to a whole number of
+        frames_per_batch: frames in a batch, over all lanes; if the lanes run in step, rounded up to a whole number of
             steps.
         total_frames: stop after this many; negative or None: never. The last batch is whole (an
             `AsyncBatchedCollector` cuts it).
         policy_factory: makes the policy, in place of `policy`.
-        out_keys: what the parts of a tuple that a function of tensors returns are called, the action among them.
-        create_env_kwargs: keywords for the env's factory.
+        out_keys: the keys of the parts of the tuple that a function of tensors returns, the action among them.
+        create_env_kwargs: keyword arguments for the env's factory.
         device: fills `policy_device`, `env_device` and `storing_device` where they are not given.
         policy_device: where the policy runs; it is copied there only if it lives elsewhere.
-        env_device: where the env's tensors live. Gymnasium envs step on the CPU whatever it says.
+        env_device: where the env's tensors live. Gymnasium envs step on the CPU in any case.
         storing_device: where batches are delivered.
         max_frames_per_traj: truncate episodes at this length and add `step_count`; -1, 0 or None: no limit.
-        init_random_frames: random actions until this many frames were delivered.
+        init_random_frames: take random actions until this many frames were delivered.
         reset_at_each_iter: begin new episodes with every batch.
-        reset_when_done: False: a lane that ends rests until the batch is over; its rows are masked out.
+        reset_when_done: False: a lane whose episode ends rests until the batch is complete; its further rows are masked
+            out.
         split_trajs: deliver `[trajectories, time]`, zero-padded, with `("collector", "mask")`.
-        trajs_per_batch: deliver so many complete episodes at a time, in the order in which they end.
+        trajs_per_batch: deliver this many complete episodes at a time, in the order in which they end.
         trajs_per_write: how many episodes go into the replay buffer in one write; None: all that have ended.
         traj_format: with `trajs_per_batch`: "padded" `[N, longest]` with a mask, or "cat" `[steps]`.
         replay_buffer: where batches go; iterating then yields None. See docs/background.md.
@@ -104,51 +106,59 @@ class Options:
             False: it is a transposed view, without a copy; None: True for TorchRL's envs, False for others.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
-        track_policy_version: stamp frames with the version of the weights that acted; a `PolicyVersion` counts along.
+        track_policy_version: stamp each frame with the version of the weights that produced its action; a
+            `PolicyVersion` counts the updates as well.
         track_episodes: add `("collector", "episode_return")` and `("collector", "episode_length")`: return and length
             of each frame's episode so far, the frame included.
-        gamma: discount by which `episodes()` also gives a `discounted_return`; None: it does not. It changes no data.
+        gamma: the discount of the `discounted_return` that `episodes()` then adds to its records; None: it adds none.
+            Batches do not change.
         exploration_type: how probabilistic policies sample; RANDOM by default.
-        return_same_td: deliver the same object over and over; copy what you keep.
+        return_same_td: deliver the same object every time, with new contents; copy what you keep.
         set_truncated: mark the last step of every batch as truncated.
-        interruptor: an object whose `collection_stopped()` is asked after each step; True ends the rollout early.
+        interruptor: an object whose `collection_stopped()` is called after each step; True ends the rollout early.
         compile_policy: run the policy through torch.compile; a dict holds its arguments.
-        cudagraph_policy: replay CUDA graphs: the policy's step, or where env and policy are on one GPU whole rollouts.
-        trust_policy: the policy takes a TensorDict; do not look at it any closer.
-        deterministic: decide about each lane by itself, with random numbers of its own: what a lane gets depends on its
-            seed (`set_seed`), not on how many lanes share a process. See docs/reproducing.md.
-        capture: record once what the policy and TorchRL's transforms ask of torch, and replay that at each step, where
-            this is the same. False calls them at every step. `explain()` says what is captured.
+        cudagraph_policy: replay CUDA graphs: of the policy's step, or of whole rollouts if env and policy are on one
+            GPU.
+        trust_policy: True: call the policy with a TensorDict, without examining it.
+        deterministic: compute the actions of each lane separately, with random numbers of its own: a lane's data
+            depends on its seed (`set_seed`), not on how many lanes share a process. See docs/reproducing.md.
+        capture: record once which torch calls the policy and TorchRL's transforms make, and replay these at each step
+            if that gives the same results. False calls policy and transforms at every step. `explain()` says what is
+            captured.
         cat_results: how workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes),
             -1 (time).
         update_at_each_batch: send the policy's weights to the workers before each batch.
-        preemptive_threshold: a batch waits for this share of the workers; the others stop, what they lack is masked.
-        max_lag: drop rollouts made by weights more than so many updates old; `stats()` counts what was dropped.
-        num_sub_threads: torch threads of each worker.
-        num_threads: accepted; threads of this process are left as they are.
+        preemptive_threshold: a batch waits for this share of the workers; the others stop early, and the rows they
+            lack are masked.
+        max_lag: drop rollouts made by weights more than this many updates old; `stats()` counts the dropped frames.
+        num_sub_threads: the number of torch threads in each worker.
+        num_threads: accepted and ignored: the number of threads of this process does not change.
         init_fn: called first in each worker.
-        weight_sync_schemes: `{"policy": scheme}`, of `reap.weight_update` or TorchRL's; None: what suits the policy.
-            Other models are named by their path, "env.transform[0].module" or "postproc.critic".
+        weight_sync_schemes: `{"policy": scheme}`, with a scheme of `reap.weight_update` or of TorchRL; None: the
+            collector chooses one that suits the policy. Other models are named by their path,
+            "env.transform[0].module" or "postproc.critic".
             A single-process collector has no weights to send: `NoWeightSyncScheme` turns `update_policy_weights_` into
             a no-op; other schemes have no effect.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
-        timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever, but
-            after a minute the log says where it is.
+        timeout: seconds for which a worker that has work may send nothing before it is reported as stuck; None: for
+            ever, but after a minute the log says where it is.
         start_method: how workers start, "forkserver" or "spawn".
-        on_failure: what is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes
-            everything and raises its error; "restart" puts another in its place; "drop" goes on without it. See
-            docs/failures.md.
+        on_failure: what to do when a worker dies, raises or is silent for longer than `timeout`: "raise" closes the
+            collector and raises the error; "restart" starts another worker in its place; "drop" continues without it.
+            See docs/failures.md.
         max_restarts: with "restart": how many workers may be started again within `restart_window`; None: any number.
         restart_window: seconds over which restarts are counted.
         on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped.
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
-        hooks_in_workers: call both hooks in the workers, with what each has made, in place of here with whole batches.
-        worker_idx: a number of your own for this collector, kept as its `worker_idx`.
-        failure_dir: a directory; when an env raises, or what it returned is refused, a file there holds what
-            `reap.testing.replay_failure` needs to let it happen again. See docs/testing.md.
+        hooks_in_workers: call both hooks in the workers, each with its own rollouts, instead of here with whole
+            batches.
+        worker_idx: a number of your own for this collector, kept as its attribute `worker_idx`.
+        failure_dir: a directory; when an env raises or returns invalid values, a file is written there with what
+            `reap.testing.replay_failure` needs to repeat the failure. See docs/testing.md.
         workers: "inline": run the workers in this process, one after another, with the same data, so that
-            `breakpoint()` and debuggers work in envs and policies; None: where they belong. See docs/debugging.md.
+            `breakpoint()` and debuggers work in envs and policies; None: run them where the collector usually does. See
+            docs/debugging.md.
     """
 
     frames_per_batch: int
@@ -218,7 +228,7 @@ class Options:
             function(name, getattr(self, name))
         for name in _FLAGS:
             flag(name, getattr(self, name), none=True)
-        self.names  # noqa: B018  # what is wrong with it is told here
+        self.names  # noqa: B018  # raises if `out_keys` is invalid
         mapping("create_env_kwargs", self.create_env_kwargs)
         for name in ("compile_policy", "cudagraph_policy"):
             value = getattr(self, name)
@@ -235,7 +245,8 @@ class Options:
         if self.failure_dir is not None:
             if not isinstance(self.failure_dir, (str, os.PathLike)) or not str(self.failure_dir):
                 raise WrongArgument(f"failure_dir must be a directory or None, got {self.failure_dir!r}")
-            object.__setattr__(self, "failure_dir", os.path.abspath(self.failure_dir))  # workers may be elsewhere
+            # Workers may have another working directory.
+            object.__setattr__(self, "failure_dir", os.path.abspath(self.failure_dir))
         if self.contiguous is not None and not isinstance(self.contiguous, bool):
             raise WrongArgument(f"contiguous must be True, False or None, got {self.contiguous!r}")
         if self.compact_obs and (self.split_trajs or self.return_same_td):
@@ -328,7 +339,7 @@ class Options:
 
     @property
     def devices(self) -> tuple[torch.device | None, torch.device | None]:
-        """Policy device and storing device, filled in from the others."""
+        """The policy device and the storing device, with defaults from the other device options."""
         common = self._device("device")
         policy = self._device("policy_device") or common
         env = self._device("env_device") or common
@@ -339,48 +350,48 @@ class Options:
 
     @property
     def env_devices(self) -> tuple[torch.device | None, torch.device | None]:
-        """The device of everything, and that of the env, filled in from it."""
+        """The common `device`, and the env's device, which defaults to it."""
         common = self._device("device")
         return common, self._device("env_device") or common
 
     @property
     def contiguous_batches(self) -> bool | None:
-        """`contiguous`, but not for rows that go into a buffer unseen: they are copied there anyway."""
+        """`contiguous`; False for rows that no user code sees before a buffer, which copies them anyway."""
         unseen = self.postproc is None and self.post_collect_hook is None
         return False if self.replay_buffer is not None and unseen else self.contiguous
 
     @property
     def total(self) -> int | float:
-        """Frames to deliver in all; infinite when endless."""
+        """The number of frames to deliver in all; infinite if there is no limit."""
         return float("inf") if self.total_frames is None or self.total_frames < 0 else self.total_frames
 
     @property
     def weight_transport(self) -> WeightTransport | None:
-        """The way weights take that was chosen by hand."""
+        """The weight transport that `weight_sync_schemes` chooses for the policy; None if it chooses none."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
         if scheme is not None and scheme.transport != "none" and own_strategy(scheme.strategy) is not None:
-            return "per_worker"  # what a user's own strategy makes of weights goes to each worker by itself
+            return "per_worker"  # a user's own strategy may extract anything, which is sent to each worker separately
         return None if scheme is None else scheme.transport
 
     def strategy(self, model: str = "policy") -> Any:
-        """The user's own strategy for weights of this model; None if they travel as they are."""
+        """Return the user's own strategy for the weights of this model; None if there is none."""
         scheme = (self.weight_sync_schemes or {}).get(model)
         return None if scheme is None or scheme.transport == "none" else own_strategy(scheme.strategy)
 
     @property
     def first_weights(self) -> Any:
-        """The weights a scheme was given for the policy before the collector was made; for all, or a dict by worker."""
+        """The policy's first weights, given to its scheme before the collector was made; for all, or by worker."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
         return None if scheme is None else scheme.first
 
     @property
     def failures(self) -> FailurePolicy:
-        """What is done about workers that fail."""
+        """The policy for workers that fail."""
         return failure_policy(self.on_failure, self.max_restarts, self.restart_window, self.on_restart)
 
     @property
     def random_frames(self) -> int:
-        """Frames to collect with random actions."""
+        """The number of frames to collect with random actions."""
         return max(self.init_random_frames or 0, 0)
 
     @property
@@ -389,23 +400,23 @@ class Options:
         given = self.out_keys
         if given is None:
             return None
-        keys = [as_key(key) for key in given if key and isinstance(key, (str, tuple))] if listed(given) else []
+        keys = [as_key(key) for key in given if key and isinstance(key, (str, tuple))] if is_list(given) else []
         if not keys or len(keys) != len(given) or len({*keys}) != len(keys):
             raise WrongArgument(f"out_keys must be a list of different keys, as ['action', 'value'], got {given!r}")
         return keys
 
     @property
     def compiling(self) -> dict[str, Any] | None:
-        """Arguments for torch.compile, or None."""
+        """The arguments for torch.compile; None if the policy is not compiled."""
         if not self.compile_policy:
             return None
         return dict(self.compile_policy) if isinstance(self.compile_policy, Mapping) else {}
 
 
 def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = frozenset()) -> Options:
-    """Keywords as Options. Legacy names warn, unknown names are errors that say the nearest.
+    """Return keywords as `Options`. Legacy names cause a warning, unknown names an error that suggests the nearest one.
 
-    `without` names the options this owner does not have.
+    `without` names the options that the collector `owner` does not have.
     """
     given = dict(given)
     for old, new in _LEGACY.items():
@@ -418,37 +429,37 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
         raise WrongArgument("use_buffers=True keeps batches; with replay_buffer there are none to keep")
     for name in _WITHOUT_EFFECT:
         given.pop(name, None)
-    for name in sorted(_LATER & given.keys()):
+    for name in sorted(_UNSUPPORTED & given.keys()):
         value = given.pop(name)
         if value is not None and value is not False:
             raise UsageError(f"{owner} does not support {name} yet")
     fields = {f.name for f in dataclasses.fields(Options)} - without
     for name in given:
         if name in without:
-            raise WrongArgument(f"{owner} has no option {name!r}: {_why_without(name)}")
+            raise WrongArgument(f"{owner} has no option {name!r}: {_why_unsupported(name)}")
         if name not in fields:
-            hint = _MEANT.get(name) or nearest(name, fields)
+            hint = _HINTS.get(name) or nearest(name, fields)
             raise WrongArgument(f"{owner} has no option {name!r}{hint}")
     if given.get("frames_per_batch") is None:
         raise WrongArgument(f"{owner} needs frames_per_batch: how many frames a batch holds")
     return Options(**given)
 
 
-def _why_without(name: str) -> str:
-    """Why a collector does not have an option that others have."""
+def _why_unsupported(name: str) -> str:
+    """Return the reason why a collector lacks an option that other collectors have."""
     if name not in WORKERS_ONLY:
         return "its lanes are not in step"
-    also = ". An env that is stepped in processes takes it itself: ParallelEnv(…, {0}=…)" * (name in _OF_PARALLEL_ENVS)
-    return f"it is for collectors with worker processes{also.format(name)}"
+    also = f". An env that is stepped in processes takes it itself: ParallelEnv(…, {name}=…)"
+    return f"it is for collectors with worker processes{also if name in _PARALLEL_ENV_OPTIONS else ''}"
 
 
-def listed(value: Any) -> bool:
-    """Whether this is a list with an entry for each worker: Python's own, or a configuration file's."""
+def is_list(value: Any) -> bool:
+    """Return whether this is a list with an entry for each worker: any sequence, so that configuration files work."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def option_docs() -> dict[str, str]:
-    """What each option means, by name: the lines under "Args:" above, each as one."""
+    """Return the description of each option, by name: the lines under "Args:" above, joined."""
     found: dict[str, str] = {}
     name = ""
     for line in inspect.cleandoc(Options.__doc__ or "").partition("Args:\n")[2].splitlines():
@@ -463,15 +474,15 @@ def option_docs() -> dict[str, str]:
 def shows_options(
     *, without: Set[str] = frozenset(), more: type | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """Decorate a collector: `help`, `inspect.signature` and notebooks show every option it takes, with its meaning.
+    """Decorate a collector so that `help`, `inspect.signature` and notebooks show every option it takes, described.
 
-    Editors and type checkers, which run nothing, find the same in `reap.collectors.keywords`. `without` names options
-    it does not take; `more` is a TypedDict with keywords that it takes besides, and `defaults` what they are by
-    default, where that is not None.
+    Editors and type checkers, which run no code, find the same in `reap.collectors.keywords`. `without` names options
+    that the collector does not take; `more` is a TypedDict with further keywords that it takes, and `defaults` holds
+    their default values other than None.
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        if made := {"__new__", "__init__"} & vars(cls).keys():  # else it shows those of its base
+        if made := {"__new__", "__init__"} & vars(cls).keys():  # else the class shows its base's signature
             shown = _signature(cls.__init__, without, getattr(more, "__annotations__", {}), defaults or {})
             for name in made:
                 getattr(cls, name).__signature__ = shown
@@ -490,7 +501,7 @@ def shows_options(
 def _signature(
     init: Callable[..., Any], without: Set[str], more: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> inspect.Signature:
-    """`init`'s own parameters and every option it takes, what must be given first."""
+    """Return a signature of `init`'s own parameters and every option it takes, required ones first."""
     own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
     shown = [

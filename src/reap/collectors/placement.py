@@ -1,4 +1,4 @@
-"""Placement: where the workers of a collector live, how they are reached, and who brings rollouts to a buffer."""
+"""Placement: where the workers of a collector live, how they are reached, and which process writes to a buffer."""
 
 from __future__ import annotations
 
@@ -17,79 +17,69 @@ from reap.errors import UsageError
 
 
 class Placement:
-    """Workers are processes of this machine, and share memory with this one. Others live elsewhere: see subclasses."""
+    """Places workers in processes of this machine that share memory with this one; subclasses place them elsewhere."""
 
-    pack: ClassVar[Callable[..., Any]] = staticmethod(pack)  # how what users give is packed for the workers
+    pack: ClassVar[Callable[..., Any]] = staticmethod(pack)  # pickles users' objects for the workers
     preempts: ClassVar[bool] = True  # whether rollouts can be cut short
-    workers_go_on: ClassVar[bool] = True  # whether workers that write into a buffer collect on by themselves
-    options_by_worker: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
-    update_interval = -1  # the collector sends weights after so many batches; -1: when asked
+    workers_run_free: ClassVar[bool] = True  # whether workers that write to a buffer collect without being asked
+    options_by_worker: Sequence[Mapping[str, Any]] | None = None  # the options of each worker, if they differ
+    update_interval = -1  # the collector sends weights after this many batches; -1: only when the user says so
 
     def workers_write(self, buffer: Any) -> bool:
-        """Return whether workers write into this buffer themselves: reap's own does not mind who writes."""
+        """Return whether workers write to this buffer themselves: any process can write to reap's own."""
         return isinstance(buffer, ReplayBuffer)
 
     def transport(self, plans: Sequence[Any], options: Options) -> Transport:
-        """Return how workers with these plans are reached."""
+        """Return the transport that reaches workers with these plans."""
         buffer = options.replay_buffer
         fds = buffer.handle()[0] if isinstance(buffer, ReplayBuffer) else ()
         return SharedMemoryTransport(start_method=options.start_method, buffer=fds)
 
     def writer(self, options: Options) -> Any:
-        """Return what makes the writers of workers that write into the buffer themselves; None where these do not."""
+        """Return the factory of the workers' buffer writers; None if workers do not write to the buffer themselves."""
         buffer = options.replay_buffer
         if not self.workers_write(buffer):
             return None
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
-        way = WriteOptions.of(options)
-        maker = WriterMaker(way, buffer.handle()[1], buffer.transforms, options.timeout)
-        pack(
-            maker,
-            "what writes to the replay buffer",
-            {**way.given, "a transform of the replay buffer": buffer.transforms},
-        )
+        writing = WriteOptions.of(options)
+        maker = WriterMaker(writing, buffer.handle()[1], buffer.transforms, options.timeout)
+        parts = {**writing.user_code, "a transform of the replay buffer": buffer.transforms}
+        pack(maker, "what writes to the replay buffer", parts)  # only to fail early: the job carries it
         return maker
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
-        """Return what runs inside each of so many workers, if that is more than one loop."""
+        """Return the processes inside each of this many workers; None if a worker is a single loop."""
         return None
 
 
 class InlinePlacement(Placement):
-    """Workers are in this process, wherever those of the placement it stands for would be."""
+    """Places workers in this process, for debugging, in place of another placement."""
 
-    workers_go_on = False  # a thread of this process takes their rollouts, one after another
+    workers_run_free = False  # in the background, a thread of this process takes their rollouts one after another
 
     def __init__(self, instead_of: Placement) -> None:
-        self._of = instead_of
+        self._replaced = instead_of
         self.pack, self.preempts = instead_of.pack, instead_of.preempts  # type: ignore[misc, method-assign]
         self.options_by_worker, self.update_interval = instead_of.options_by_worker, instead_of.update_interval
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only the other one knows."""
-        return getattr(self._of, name)
+        """Return an attribute of the replaced placement."""
+        return getattr(self._replaced, name)
 
     def workers_write(self, buffer: Any) -> bool:
-        return self._of.workers_write(buffer) and super().workers_write(buffer)
+        return self._replaced.workers_write(buffer) and super().workers_write(buffer)
 
     def transport(self, plans: Sequence[Any], options: Options) -> Transport:
         return InlineTransport()
 
     def writer(self, options: Options) -> Any:
-        return None if super().writer(options) is None else _WriterHere(options)
+        if super().writer(options) is None:
+            return None
+        packed = pack(WriteOptions.of(options), "postproc")  # each worker has copies of hooks and postproc
+        return lambda fds, worker: Writer(packed.unpack(), options.replay_buffer)
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
-        if self._of.nested_workers(options, workers) is not None:
+        if self._replaced.nested_workers(options, workers) is not None:
             raise UsageError("workers='inline' has one loop in each worker; leave collector_class out while you debug")
         return None
-
-
-class _WriterHere:
-    """Makes a worker's writer: its own copies of hooks and postproc, the collector's own buffer."""
-
-    def __init__(self, options: Options) -> None:
-        self._packed, self._buffer = pack(WriteOptions.of(options), "postproc"), options.replay_buffer
-
-    def __call__(self, fds: Sequence[int], worker: int) -> Writer:
-        return Writer(self._packed.unpack(), self._buffer)

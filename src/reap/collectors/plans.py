@@ -1,4 +1,4 @@
-"""From options to plans: what a worker is built from, wherever it lives."""
+"""Plans from options: a plan describes one worker completely, and the worker is built from it, wherever it lives."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class EnvMaker:
     source: Any
     kwargs: Packed | Mapping[str, Any] | None
     limit: int | None
-    failure_dir: str | None = None  # where failures are written down
+    failure_dir: str | None = None  # the directory for files that let a failure be replayed
     worker: int | None = None
 
     def __call__(self) -> Env:
-        """Build the env, with its limit of steps."""
+        """Build the env, with its step limit."""
         source, kwargs = (one.unpack() if isinstance(one, Packed) else one for one in (self.source, self.kwargs))
         limit = self.limit if self.limit is not None and self.limit > 0 else None
         if self.failure_dir is None:
             return as_env(source, kwargs, limit)
         plain = replace(self, source=source, kwargs=kwargs, failure_dir=None)
-        again = as_bytes(plain)  # first: an env that was given made is now what it was at its beginning
+        again = as_bytes(plain)  # before `as_env`: an env that was given as an object is still in its initial state
         return RecordsActions(as_env(source, kwargs, limit), self.failure_dir, again, self.worker)
 
 
@@ -43,7 +43,7 @@ class EnvMaker:
 class PolicyMaker:
     """Builds a worker's policy.
 
-    `policy` is the policy itself; with a `factory`, the weights that what it makes begins with, or None.
+    `policy` is the policy itself; with a `factory`, it holds the first weights of the policy it makes, or None.
     """
 
     policy: Any
@@ -51,26 +51,26 @@ class PolicyMaker:
     device: torch.device | None
 
     def __call__(self) -> Any:
-        """Build the policy, on the device where it is to act."""
+        """Build the policy, on the device where it acts."""
+        source = self.policy if self.factory is None else self.factory
+        sent = isinstance(source, Packed)
+        policy = source.unpack() if sent else source
         if self.factory is not None:
-            sent = isinstance(self.factory, Packed)
-            made = self.factory.unpack()() if sent else self.factory()
-            made = placed(in_own_memory(made) if sent else made, self.device)
-            if self.policy is not None:
-                load(made, self.policy.unpack())
-            return made
-        sent = isinstance(self.policy, Packed)
-        return placed(in_own_memory(self.policy.unpack()) if sent else self.policy, self.device)
+            policy = policy()
+        policy = placed(in_own_memory(policy) if sent else policy, self.device)
+        if self.factory is not None and self.policy is not None:
+            load(policy, self.policy.unpack())
+        return policy
 
 
 @dataclass(frozen=True)
 class StepsPerRollout:
-    """Steps per rollout for a worker that is to make so many frames."""
+    """Computes the steps per rollout of a worker that makes `frames` frames for each batch."""
 
     frames: int
 
     def __call__(self, lanes: int) -> int:
-        """Return how many steps, rounded up so that every lane makes as many."""
+        """Return the number of steps, rounded up so that all lanes make equally many."""
         return -(-self.frames // lanes)
 
 

@@ -1,4 +1,4 @@
-"""Collector: one worker, in this process."""
+"""Collector: collects with one worker, in this process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import mark_truncated
 from reap.collectors.keywords import CollectorOptions
 from reap.collectors.multi import MultiCollector
-from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
-from reap.collectors.parts.weight_updates import Workers, load_model, place_of
+from reap.collectors.options import WORKERS_ONLY, is_list, read_options, shows_options
+from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
 from reap.collectors.plans import EnvMaker, PolicyMaker, StepsPerRollout, plan_for
 from reap.core.attribute_path import each_call, get_attribute
 from reap.core.columns.assemble_ragged import assembler
@@ -30,7 +30,7 @@ from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
 from reap.weights.local import by_worker
 
-_PLACEMENT_OPTIONS = ("backend", "num_collectors", "sync", "backend_options")  # where it runs
+_PLACEMENT_OPTIONS = ("backend", "num_collectors", "sync", "backend_options")  # they say where the collector runs
 
 
 @shows_options(without=WORKERS_ONLY)
@@ -41,15 +41,17 @@ class Collector(BaseCollector):
     >>> for batch in collector:
     ...     batch["next", "reward"].mean()
 
-    A batch is a TensorDict `[T]`, or `[N, T]` for N lanes, and yours to keep. With lanes it is a transposed view of
-    time-major memory: flatten it with `reshape(-1)`, or give `contiguous=True` (the default for TorchRL's envs).
+    A batch is a TensorDict `[T]`, or `[N, T]` for N lanes. You may keep it: no later batch overwrites it. With lanes it
+    is a transposed view of time-major memory: flatten it with `reshape(-1)`, or give `contiguous=True` (the default for
+    TorchRL's envs).
 
     Args:
         create_env_fn: an env, a Gymnasium env, a Gymnasium id, or a factory of one.
         policy: a TensorDictModule, a module or function of observations, or None for random actions.
         backend: where it collects: "direct" (here, the default), "process", "distributed", "ray", "rpc" or "submitit".
         num_collectors: how many workers, with another backend than "direct"; by itself it means "process".
-        sync: with workers: True: a batch holds a rollout of every one. False (the default): of one, whoever is first.
+        sync: with workers: True: a batch holds a rollout of every one. False (the default): a batch is one worker's
+            rollout, first come first served.
         backend_options: further arguments of the collector over that backend, as a mapping.
         **options: see `reap.collectors.options.Options`.
     """
@@ -57,17 +59,17 @@ class Collector(BaseCollector):
     _backend: InlineBackend
 
     def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Self:
-        """With `num_collectors` or a `backend` of processes: the collector that runs there."""
+        """Return a `Collector`; with `num_collectors` or a `backend` other than "direct", the one that runs there."""
         named = options.keys() & {*_PLACEMENT_OPTIONS}
         if cls is not Collector:
             if named:
                 raise WrongArgument(f"{cls.__name__} has no option {min(named)!r}; it belongs to Collector itself")
             return super().__new__(cls)
-        backend, count, sync, more = _where(options)
+        backend, count, sync, more = _placement_from(options)
         if backend == "direct":
             return super().__new__(cls)
         rest = {key: value for key, value in options.items() if key not in _PLACEMENT_OPTIONS}
-        if listed(create_env_fn):
+        if is_list(create_env_fn):
             if count not in (None, len(create_env_fn)):
                 raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         else:
@@ -91,7 +93,7 @@ class Collector(BaseCollector):
         policy = rand_step_as_policy(policy)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
-        if listed(create_env_fn):
+        if is_list(create_env_fn):
             if len(create_env_fn) != 1:
                 raise UsageError(
                     f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
@@ -114,13 +116,13 @@ class Collector(BaseCollector):
         self.frames_per_batch = self._backend.worker.layout.steps
 
     def _start_worker(self, policy: Any, make_env: EnvMaker, steps: Any, cores: Cores | None = None) -> None:
-        """Build the worker, with the weights it begins with. `cores`: those it collects on."""
+        """Build the worker and load its first weights. `cores`: the processor cores it collects on."""
         settings = self.options
         device, _ = settings.devices
         make_policy = PolicyMaker(policy, settings.policy_factory, device)
         first = settings.first_weights if policy is None else None
         self._backend = InlineBackend(
-            self._planned(plan_for(settings, make_env, make_policy, steps, device)),
+            self._adjust_plan(plan_for(settings, make_env, make_policy, steps, device)),
             source=policy if first is None else first,
             same_slot=settings.return_same_td,
             transport=settings.weight_transport,
@@ -136,20 +138,21 @@ class Collector(BaseCollector):
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
 
-    def _planned(self, plan: Plan) -> Plan:
-        """Return the plan its worker is built from, for those who know more of it than options say."""
+    def _adjust_plan(self, plan: Plan) -> Plan:
+        """Return the plan the worker is built from. Subclasses override this to change what no option covers."""
         return plan
 
     @property
     def policy(self) -> Any:
-        """The policy that acts: the one given, or its copy on `policy_device`."""
+        """The policy that acts: the one you gave, or its copy on `policy_device`."""
         return self._backend.worker.model
 
     @property
     def env(self) -> Any:
-        """The env as you gave it, if it is one of TorchRL's; else the lanes being stepped.
+        """The env you gave, if it is one of TorchRL's; otherwise the lanes that are stepped.
 
-        Moved by hand between two batches (`collector.env.reset()`), it begins new episodes with the next one.
+        If you step or reset it yourself between two batches (`collector.env.reset()`), the next batch begins new
+        episodes.
         """
         return self._backend.worker.env.as_given
 
@@ -171,7 +174,7 @@ class Collector(BaseCollector):
         return [get_attribute(self, method_name)(*args, **kwargs)]
 
     def _publish(self, weights: Any, worker_ids: Workers) -> int:
-        """Hand weights on to the only worker, of which per-worker weights name at most its own."""
+        """Load weights into the only worker; raise if weights by worker, or `worker_ids`, name another one."""
         ids = [worker_ids] if isinstance(worker_ids, int) else [0] if worker_ids is None else list(worker_ids)
         if not ids:
             return self._weights.version
@@ -184,17 +187,17 @@ class Collector(BaseCollector):
         return self._backend.publish(weights)
 
     def _load_model(self, path: str, weights: Any) -> None:
-        place_of(path)
+        root_of_path(path)
         load_model(path, weights, self.options.strategy(path), find=partial(get_attribute, self), ask=self._ask)
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """`update_policy_weights_`, by the name it has where weights arrive."""
+        """Call `update_policy_weights_`, under the name TorchRL uses on the side that receives weights."""
         self.update_policy_weights_(policy_or_weights, weights=weights, policy=policy)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """A batch of zeros in the shape of those to come, split and post-processed like them; nothing is stepped.
+        """Return a batch of zeros, split and post-processed like a real one, without stepping the env.
 
-        For a storage that is to be laid out, or a learner that is to be compiled, before anything is collected.
+        Use it to lay out a storage or compile a learner before anything is collected.
         """
         self._check_open()
         worker = self._backend.worker
@@ -207,7 +210,7 @@ class Collector(BaseCollector):
         return self._pipeline.empty(assembler(layout)(slot.arrays, layout), self.postproc)
 
     def reset(self, index: Any = None) -> None:
-        """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
+        """Begin new episodes in all lanes, or in those that `index` names: a number, a list of them, or a mask."""
         self._check_open()
         lanes = None if index is None else _lanes(index, self._backend.worker.lanes)
 
@@ -230,7 +233,7 @@ class Collector(BaseCollector):
         return super().episodes()
 
     def _shape(self) -> str:
-        """Return what the frames of a batch are made of, in `repr`."""
+        """Return the part of `repr` that says how many lanes and steps make a batch."""
         worker = self._backend.worker
         return f"{worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
 
@@ -258,7 +261,7 @@ _KNOWN = "'direct', 'process', 'distributed', 'ray', 'rpc', 'submitit'"
 
 
 def _remote_collector(backend: str) -> type[MultiCollector]:
-    """Return the collector over this transport, imported when it is asked for."""
+    """Return the collector class for this backend; `collectors.distributed` is imported only when it is needed."""
     from reap.collectors import distributed
 
     names = {"ray": "RayCollector", "rpc": "RPCCollector"}
@@ -266,8 +269,8 @@ def _remote_collector(backend: str) -> type[MultiCollector]:
     return found
 
 
-def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, Any]]:
-    """Backend, number of workers, whether in step, further options: where it is to run."""
+def _placement_from(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, Any]]:
+    """Return where the collector runs: the backend, the number of workers, whether in step, and further options."""
     name, count, sync = options.get("backend"), options.get("num_collectors"), options.get("sync")
     more = options.get("backend_options")
     mapping("backend_options", more)

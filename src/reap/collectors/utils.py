@@ -1,4 +1,4 @@
-"""Where scripts look for `split_trajectories`."""
+"""Re-exports `split_trajectories`, which scripts written for TorchRL import from here."""
 
 from reap.trajectories import split_trajectories
 

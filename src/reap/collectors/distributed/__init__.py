@@ -1,4 +1,4 @@
-"""Collectors over several machines. The same worker, the same slots, other transports."""
+"""Collectors over several machines: the same workers and slots as elsewhere, with other transports."""
 
 from reap.backends.network.launchers import DEFAULT_SLURM_CONF
 from reap.collectors.distributed.launching import submitit_delayed_launcher

@@ -1,4 +1,4 @@
-"""`collector_class`: what runs inside a remote worker, one loop or a collector's processes."""
+"""`collector_class`: what runs inside a remote worker, a single loop or several worker processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NAMES = {kind.__name__: name for kind, name in _KINDS.items()} | {
 
 
 def nested_workers_for(collector_class: Any, workers: Any) -> NestedWorkers | None:
-    """What `collector_class` and `num_workers_per_collector` ask for; None: a worker and nothing else."""
+    """Return the processes that `collector_class` and its number ask for inside each worker; None: a single loop."""
     count("num_workers_per_collector", workers)
-    kind = _kind("single" if collector_class is None else collector_class)
+    kind = _mode("single" if collector_class is None else collector_class)
     if kind == "single":
         if workers > 1:
             raise UsageError(
@@ -38,13 +38,13 @@ def nested_workers_for(collector_class: Any, workers: Any) -> NestedWorkers | No
     return NestedWorkers(workers, kind == "sync")
 
 
-def _kind(given: Any) -> str:
-    """Return which of "single", "sync" and "async" is meant by that word, or by a collector, reap's or TorchRL's."""
+def _mode(given: Any) -> str:
+    """Return "single", "sync" or "async", for one of these words or for a collector class of reap's or TorchRL's."""
     if isinstance(given, type):
         for base in given.__mro__:
             theirs = base.__module__.startswith("torchrl.") and base.__name__ in _NAMES
             if base in _KINDS or theirs:
-                _check_nothing_is_lost(given, base)
+                _check_no_own_methods(given, base)
                 return _NAMES[base.__name__]
     elif isinstance(given, str) and given in ("single", "sync", "async"):
         return given
@@ -57,8 +57,8 @@ def _kind(given: Any) -> str:
     )
 
 
-def _check_nothing_is_lost(given: type, base: type) -> None:
-    """A class of the user's is taken for the collector it is made from, unless it does something of its own."""
+def _check_no_own_methods(given: type, base: type) -> None:
+    """Raise if a user's subclass adds methods: workers would run its base instead, and never call them."""
     own = {
         name
         for kind in given.__mro__[: given.__mro__.index(base)]

@@ -1,7 +1,7 @@
-"""`collector_kwargs`: options of the workers' collectors, for all of them or, as a list, for each; merged with our own.
+"""`collector_kwargs`: options for all workers or, as a list, for each one, merged with the collector's own options.
 
-An option given to the collector itself holds before the same one in `collector_kwargs`, as with TorchRL; hooks,
-`trust_policy` and `trajs_per_batch` hold the other way round, and two `postproc`s are called one after the other.
+As with TorchRL, an option given to the collector itself overrides the same one in `collector_kwargs`. For hooks,
+`trust_policy` and `trajs_per_batch` it is the other way round, and two `postproc`s are called one after the other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from reap.errors import UsageError, WrongArgument
 
-# Those of which `collector_kwargs` has the last word.
-_THEIRS = ("pre_collect_hook", "post_collect_hook", "trust_policy", "no_cuda_sync", "trajs_per_batch")
-# Those in which workers can differ: what their envs, policies and loops are made from.
-_EACH = (
+# Options for which `collector_kwargs` overrides the collector itself.
+_KWARGS_WIN = ("pre_collect_hook", "post_collect_hook", "trust_policy", "no_cuda_sync", "trajs_per_batch")
+# Options in which workers can differ: what their envs, policies and loops are made from.
+_MAY_DIFFER = (
     "create_env_kwargs",
     "policy_factory",
     "device",
@@ -33,12 +33,12 @@ _EACH = (
 _MISSING = object()
 
 
-def merged(
+def merge_options(
     options: Mapping[str, Any], given: Any, own: Collection[str]
 ) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-    """Options for all workers, and those of each where a list of `collector_kwargs` makes a difference.
+    """Return the options for all workers, and a list with the options in which the workers differ (None: in none).
 
-    `own` names arguments that belong to the collector over all workers and to no worker's.
+    `own` names arguments of the collector itself, which `collector_kwargs` must not hold.
     """
     if given is None:
         return dict(options), None
@@ -50,7 +50,7 @@ def merged(
             if key in own:
                 raise UsageError(f"collector_kwargs holds {key!r}, which is an argument of the collector itself")
     if not several:
-        return _merged(options, given), None
+        return _merge(options, given), None
     if not given:
         raise UsageError("collector_kwargs is an empty list; give a mapping for each worker, or leave it out")
     common = {
@@ -60,23 +60,23 @@ def merged(
     for w, one in enumerate(given):
         apart = {key: value for key, value in one.items() if key not in common}
         for key in apart:
-            if key not in _EACH:
+            if key not in _MAY_DIFFER:
                 raise UsageError(
                     f"collector_kwargs[{w}] holds {key!r}, in which workers cannot differ; "
-                    f"they can in {', '.join(_EACH)}"
+                    f"they can in {', '.join(_MAY_DIFFER)}"
                 )
-        each.append({key: value for key, value in _merged(options, apart).items() if key in apart})
-    return _merged(options, common), each
+        each.append({key: value for key, value in _merge(options, apart).items() if key in apart})
+    return _merge(options, common), each
 
 
-def _merged(options: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(options: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(options)
     for key, value in theirs.items():
         ours = options.get(key)
-        if ours is None or key in _THEIRS:
+        if ours is None or key in _KWARGS_WIN:
             out[key] = value
         elif key == "postproc" and value is not None:
-            out[key] = functools.partial(_one_after_the_other, value, ours)
+            out[key] = functools.partial(_call_both, value, ours)
         elif not _same(ours, value):
             warnings.warn(
                 f"collector_kwargs holds {key}={value!r}, the collector itself was given {key}={ours!r}, which holds",
@@ -85,7 +85,7 @@ def _merged(options: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-def _one_after_the_other(first: Any, second: Any, batch: Any) -> Any:
+def _call_both(first: Any, second: Any, batch: Any) -> Any:
     return second(first(batch))
 
 

@@ -1,4 +1,4 @@
-"""Launching: who starts the workers of `DistributedCollector` and `RPCCollector`, and on what they listen."""
+"""Launching: what starts the workers of `DistributedCollector` and `RPCCollector`, and where the collectors listen."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ DEFAULT_SLURM_CONF_MAIN = {**DEFAULT_SLURM_CONF, "slurm_gpus_per_node": 1}
 _FRAMEWORKS = ("distributed", "rpc")
 
 
-def nodes_of(given: Mapping[str, Any]) -> NodeSettings:
-    """Return where a collector listens for workers and who starts them, from the options of `LAUNCH_DEFAULTS`."""
+def node_settings(given: Mapping[str, Any]) -> NodeSettings:
+    """Return where a collector listens for workers and what starts them, from the options in `LAUNCH_DEFAULTS`."""
     launcher = "join" if given["launcher"] is None else given["launcher"]
     slurm, patience = given["slurm_kwargs"], given["join_timeout"]
     one_of("launcher", launcher, LAUNCHERS)
@@ -71,7 +71,7 @@ def nodes_of(given: Mapping[str, Any]) -> NodeSettings:
 
 
 def check_backend_name(name: Any) -> None:
-    """Gloo carries everything; other names are taken where torch knows them."""
+    """Raise unless this is a backend of torch.distributed that is available here; gloo is used in any case."""
     there = {
         "gloo": True,
         "nccl": dist.is_nccl_available(),
@@ -93,7 +93,7 @@ def _port(port: Any) -> int:
 
 
 def _address(listen: Any) -> str:
-    """Return the address of this machine that was named; its loopback address if none was."""
+    """Return the IP address to listen on; the loopback address if none was given."""
     if listen is None:
         return LOOPBACK
     try:
@@ -113,7 +113,7 @@ def submitit_delayed_launcher(
     submitit_main_conf: Mapping[str, Any] = DEFAULT_SLURM_CONF_MAIN,
     submitit_collection_conf: Mapping[str, Any] = DEFAULT_SLURM_CONF,
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Run a function as a job, and beside it jobs that are the workers of the collector it makes.
+    """Decorate a function: run it as a job, together with jobs that become the workers of the collector it makes.
 
     >>> @submitit_delayed_launcher(num_jobs=2)
     ... def main():
@@ -123,10 +123,10 @@ def submitit_delayed_launcher(
     conf, "reap-jobs" by default) that all machines must see.
 
     Args:
-        num_jobs: how many workers.
-        framework: "distributed" or "rpc", which collector the function makes; the jobs can be either.
-        backend: accepted; what workers speak is the collector's affair.
-        tcpport: where the collector listens, unless it has a `tcp_port`; any by default.
+        num_jobs: the number of workers.
+        framework: "distributed" or "rpc", for the collector that the function makes; the jobs work with either.
+        backend: accepted and ignored; the collector decides how workers are reached.
+        tcpport: the port the collector listens on, unless it is given a `tcp_port`; any free one by default.
         submitit_main_conf: parameters of the job that runs the function.
         submitit_collection_conf: parameters of the workers' jobs.
     """

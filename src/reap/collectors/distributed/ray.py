@@ -1,8 +1,9 @@
-"""RayCollector: workers that are Ray actors."""
+"""RayCollector: collects with workers that are Ray actors."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,22 +16,22 @@ from reap.backends.remote.ray import RayActorTransport, RayConnection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
 from reap.collectors.distributed.keywords import DEFAULTS, RayCollectorOptions
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from reap.collectors.options import Options, listed, shows_options
+from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.options import Options, is_list, shows_options
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 from reap.failures import FailurePolicy
 
-_GPU_SHARE = 0.2  # of an actor whose policy is on one
-_ELSEWHERE = {
+_GPU_SHARE = 0.2  # the share of a GPU for an actor whose policy runs on one
+_NOT_FOR_RAY = {
     "use_env_creator": "env factories travel as they are",
     "weight_recv_schemes": "this collector sends weights, with weight_sync_schemes; it is nobody's worker",
 }
 
 
 class _RayPlacement(RemotePlacement):
-    """Workers are actors of a Ray cluster, which are asked for each rollout."""
+    """Places workers in actors of a Ray cluster, which are asked for each rollout."""
 
-    workers_go_on = False
+    workers_run_free = False
     own = {
         "num_collectors": None,
         "ray_init_config": None,
@@ -46,7 +47,7 @@ class _RayPlacement(RemotePlacement):
         return RayActorTransport(cluster=cluster, resources=_resources(self.given["remote_configs"], plans))
 
     def workers_write(self, buffer: Any) -> bool:
-        """Where the buffer is an actor."""
+        """Return whether actors write to the buffer themselves: whether the buffer is an actor too."""
         return getattr(buffer, "service_backend", None) == "ray"
 
     def writer(self, options: Options) -> Any:
@@ -54,14 +55,14 @@ class _RayPlacement(RemotePlacement):
             return None
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; actors have written them to the buffer then")
-        way = WriteOptions.of(options)
-        maker = _WriterMaker(way, options.replay_buffer.client())
-        dumps(maker, "what writes to the replay buffer", way.given)
+        writing = WriteOptions.of(options)
+        maker = functools.partial(Writer, writing, options.replay_buffer.client())
+        dumps(maker, "what writes to the replay buffer", writing.user_code)  # only to fail early: the job carries it
         return maker
 
 
 @FarCollector.register
-@shows_options(without=WITHOUT, more=RayCollectorOptions, defaults={**DEFAULTS, **_RayPlacement.own})
+@shows_options(without=UNSUPPORTED, more=RayCollectorOptions, defaults={**DEFAULTS, **_RayPlacement.own})
 class RayCollector(MultiCollector):
     """Collects with Ray actors: in the cluster this process is connected to, or else in one that is started here.
 
@@ -72,11 +73,12 @@ class RayCollector(MultiCollector):
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per actor; or one, with `num_collectors`.
         policy: as for `Collector`. Actors get copies; `update_policy_weights_` puts new weights once for all.
-        sync: True: a batch holds a rollout of every actor. False (the default): of one, first come first served.
-        **options: `num_collectors`; `ray_init_config`, a mapping for `ray.init` (`{"address": "auto"}`: a cluster that
-            runs); `remote_configs`, resources and placement of an actor, or a list with those of each; `restart`, True
-            to replace actors that die (`stats()["restarts"]` counts them); `replay_buffer`, of this process, or a
-            `reap.data.RayReplayBuffer` actors write to themselves; further see `FarCollector`.
+        sync: True: a batch holds a rollout of every actor. False (the default): a batch is one actor's rollout, first
+            come first served.
+        **options: `num_collectors`; `ray_init_config`, a mapping for `ray.init` (`{"address": "auto"}` connects to a
+            running cluster); `remote_configs`, resources and placement of an actor, or a list with those of each;
+            `restart`, True to replace actors that die (`stats()["restarts"]` counts them); `replay_buffer`, of this
+            process, or a `reap.data.RayReplayBuffer`, to which actors write themselves; for others see `FarCollector`.
     """
 
     _placement: _RayPlacement
@@ -92,11 +94,11 @@ class RayCollector(MultiCollector):
     def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[RayCollectorOptions]) -> None:
         options: dict[str, Any] = {**keywords}
         count = whole("num_collectors", options.get("num_collectors"), none=True)
-        if listed(create_env_fn) and count not in (None, len(create_env_fn)):
+        if is_list(create_env_fn) and count not in (None, len(create_env_fn)):
             raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         if count is not None:
             options["num_workers"] = count
-        for name, why in _ELSEWHERE.items():
+        for name, why in _NOT_FOR_RAY.items():
             value = options.get(name)
             if value is not None and value is not False:
                 raise UsageError(f"{name} is not for {type(self).__name__}: {why}")
@@ -132,7 +134,7 @@ class RayCollector(MultiCollector):
 
     @property
     def remote_collectors(self) -> list[Any]:
-        """The actors, as Ray knows them."""
+        """The Ray handles of the actors."""
         return [connection_of(worker, RayConnection).actor for worker in self._backend.workers]
 
     def add_collectors(
@@ -143,20 +145,20 @@ class RayCollector(MultiCollector):
         collector_kwargs: Any = None,
         remote_configs: Any = None,
     ) -> None:
-        """More actors, one for each env factory. They have the options, and the latest weights, of those before.
+        """Add actors, one for each env factory, with the options and the latest weights of the existing ones.
 
         >>> collector.add_collectors([make_env] * 2)
 
-        From the next batch on, a collector in step delivers their lanes too.
+        A synchronous collector delivers their lanes from the next batch on.
 
         Args:
             create_env_fn: a list with one env factory per new actor.
-            num_envs: `num_workers_per_collector`, which is as it was.
-            policy: the collector's own; others would need other weights.
-            collector_kwargs: none: options are as they were.
+            num_envs: must be the collector's `num_workers_per_collector`, if given.
+            policy: must be the collector's own policy, if given: another one would need other weights.
+            collector_kwargs: must be empty: new actors have the options of the existing ones.
             remote_configs: resources and placement of a new actor, or a list with those of each.
         """
-        makers = list(create_env_fn) if listed(create_env_fn) else [create_env_fn]
+        makers = list(create_env_fn) if is_list(create_env_fn) else [create_env_fn]
         inside = 1 if self._placement.nested is None else self._placement.nested.workers
         if num_envs not in (None, inside):
             raise UsageError(f"num_envs={num_envs}, but num_workers_per_collector is {inside} for all actors")
@@ -177,7 +179,7 @@ class RayCollector(MultiCollector):
         self._learn_sizes()
 
     def stop_remote_collectors(self) -> None:
-        """End all actors; the collector is closed then."""
+        """End all actors, and close the collector."""
         self.shutdown()
 
     def shutdown(
@@ -188,10 +190,10 @@ class RayCollector(MultiCollector):
         *,
         shutdown_ray: bool | None = None,
     ) -> None:
-        """As for every collector. A cluster that was started by reap ends with the last who uses it.
+        """End the actors and close the collector, like every collector's `shutdown`; see there.
 
-        `shutdown_ray`: True: disconnect from the cluster now, whoever else uses it. False: stay connected, also where
-        nobody does.
+        A Ray cluster that reap started ends with the last collector that uses it. `shutdown_ray`: True: disconnect from
+        the cluster now, even if others in this process use it. False: stay connected, even if none does.
         """
         if hasattr(self, "_backend") and isinstance(self._backend.transport, RayActorTransport):
             self._ray.end_cluster = shutdown_ray
@@ -203,40 +205,32 @@ class RayCollector(MultiCollector):
         *,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """As for every collector. Asks nobody, so there is no `timeout` to wait for."""
+        """Return statistics, like every collector's `stats`. `timeout` is ignored: no actor has to answer."""
         return super().stats(workers)
 
 
 @MultiSyncCollector.register
 class RaySyncCollector(RayCollector):
-    """Every batch holds a rollout of each actor, all made by the same weights. See `RayCollector`."""
+    """Collects with Ray actors in step: a batch holds a rollout of each, all made by the same weights.
+
+    See `RayCollector`.
+    """
 
     _sync = True
 
 
 @MultiAsyncCollector.register
 class RayAsyncCollector(RayCollector):
-    """Every batch is one actor's rollout; actors go on while the consumer works. See `RayCollector`."""
+    """Collects with Ray actors that continue while you learn: a batch is one actor's rollout. See `RayCollector`."""
 
     _sync = False
 
 
-@dataclasses.dataclass(frozen=True)
-class _WriterMaker:
-    """Makes an actor's writer, there."""
-
-    options: WriteOptions
-    client: Any
-
-    def __call__(self) -> Writer:
-        return Writer(self.options, self.client)
-
-
 def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> list[Mapping[str, Any]]:
-    """What each actor asks of the cluster. A list for those before says nothing of new ones, but for its last entry."""
+    """Return the Ray options of each actor. With `extend`, new actors get the last entry of a list for earlier ones."""
     if configs is None or isinstance(configs, Mapping):
         each = [configs] * len(plans)
-    elif not listed(configs):
+    elif not is_list(configs):
         raise WrongArgument(f"remote_configs must be a mapping for Ray's options(), or a list of them, got {configs!r}")
     else:
         each = list(configs)
@@ -247,9 +241,9 @@ def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> l
     for one in each:
         if one is not None and not isinstance(one, Mapping):
             raise WrongArgument(f"remote_configs must hold mappings for Ray's options(), got {type(one).__name__}")
-    return [_usual(plan) if one is None else dict(one) for one, plan in zip(each, plans)]
+    return [_default_resources(plan) if one is None else dict(one) for one, plan in zip(each, plans)]
 
 
-def _usual(plan: Any) -> dict[str, Any]:
+def _default_resources(plan: Any) -> dict[str, Any]:
     on_gpu = plan.policy_device is not None and plan.policy_device.type == "cuda"
     return {"num_cpus": 1, "num_gpus": _GPU_SHARE} if on_gpu else {"num_cpus": 1}

@@ -1,4 +1,4 @@
-"""RayEvalWorker: an env and a policy in a Ray actor, which plays a rollout whenever it is sent weights.
+"""RayEvalWorker: an env and a policy in a Ray actor, which plays a rollout each time it receives weights.
 
 submit(weights, max_steps) ──► the actor plays, you go on ──► poll() ──► {"reward": …, "frames": … or None}
 """
@@ -28,7 +28,7 @@ _log = logging.getLogger("reap")
 
 
 class _Player:
-    """What runs in the actor."""
+    """Runs in the actor: owns the env and the policy, and plays rollouts."""
 
     def __init__(self, makers: bytes) -> None:
         init_fn, env_maker, policy_maker = pickle.loads(makers)
@@ -53,7 +53,7 @@ class _Player:
 
 
 def _mean_return(played: TensorDictBase, key: AnyKey) -> float:
-    """Return the mean over episodes that ended; of a lane where none did, what it has so far."""
+    """Return the mean return of the episodes that ended; a lane without one counts with its return so far."""
     steps = played.batch_size[-1]
     reward = played.get(key).reshape(*played.batch_size, -1).double().mean(-1).reshape(-1, steps)
     done = played.get(("next", "done")).reshape(*played.batch_size, -1).any(-1).reshape(-1, steps)
@@ -65,14 +65,14 @@ def _mean_return(played: TensorDictBase, key: AnyKey) -> float:
 
 
 class RayEvalWorker:
-    """Plays rollouts in a Ray actor, while training goes on here.
+    """Plays rollouts in a Ray actor while training continues in this process.
 
     Args:
-        init_fn: called first in the actor; None: nothing is.
-        env_maker: makes the env, there.
-        policy_maker: makes the policy of the env, there.
-        num_gpus: GPUs the actor asks Ray for.
-        reward_keys: where the reward is.
+        init_fn: called first in the actor; None: no function is called.
+        env_maker: makes the env, in the actor.
+        policy_maker: makes the policy from the env, in the actor.
+        num_gpus: the number of GPUs the actor requests from Ray.
+        reward_keys: the key of the reward.
         name: the actor's name, by which other processes find it (`from_name`); it then outlives this process.
         **remote_kwargs: further options of the actor.
     """
@@ -96,13 +96,13 @@ class RayEvalWorker:
         guard(self)
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: the actor is its owner's."""
+        """Refuse every further use. Called in a forked process, whose copy does not own the actor."""
         self._actor = None
         refuse_all(self, why)
 
     @classmethod
     def from_name(cls, name: str, *, reward_keys: AnyKey = ("next", "reward")) -> RayEvalWorker:
-        """The worker another process has made under this name."""
+        """Return the worker that another process made under this name."""
         found: RayEvalWorker = object.__new__(cls)
         found._ray = import_ray()
         found._actor = found._ray.get_actor(name)
@@ -113,7 +113,7 @@ class RayEvalWorker:
     def submit(
         self, weights: Any, max_steps: int, *, deterministic: bool = True, break_when_any_done: bool = True
     ) -> None:
-        """Let it play with these weights, up to `max_steps` steps; a result nobody has asked for is dropped."""
+        """Start a rollout of up to `max_steps` steps with these weights; drop an earlier result not yet polled."""
         if self._actor is None:
             raise WrongState("this RayEvalWorker is shut down; make a new one")
         count("max_steps", max_steps)
@@ -124,7 +124,7 @@ class RayEvalWorker:
         self._pending = self._actor.eval.remote(weights, max_steps, self._reward, deterministic, break_when_any_done)
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
-        """`{"reward": mean return, "frames": "pixels" or None}`; None if nothing is ready within `timeout` seconds."""
+        """Return `{"reward": mean return, "frames": "pixels" or None}`; None without a result in `timeout` seconds."""
         if self._pending is None:
             return None
         ready, _ = self._ray.wait([self._pending], timeout=timeout)

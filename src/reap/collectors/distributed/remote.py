@@ -1,4 +1,4 @@
-"""What collectors with remote workers have in common: how often weights are sent, and what runs in a worker."""
+"""Remote collectors: what they have in common, such as how often weights are sent and what runs in a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reap.backends.local.pauses import Paused
 from reap.backends.nested_workers import NestedWorkers
 from reap.backends.remote.message_transport import MessageTransport
 from reap.collectors.distributed.collector_class import nested_workers_for
-from reap.collectors.distributed.collector_kwargs import merged
+from reap.collectors.distributed.collector_kwargs import merge_options
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import Options
 from reap.collectors.placement import Placement
@@ -21,11 +21,11 @@ from reap.errors import UsageError, WrongArgument
 
 
 class RemotePlacement(Placement):
-    """Workers share no memory with this process. It takes what concerns it out of a collector's options."""
+    """Places workers where they share no memory with this process; takes its own options out of a collector's."""
 
-    pack = staticmethod(pack_bytes)  # descriptors stay on this machine
+    pack = staticmethod(pack_bytes)  # without file descriptors, which mean nothing on another machine
     preempts = False
-    own: ClassVar[Mapping[str, Any]] = {}  # options of this transport, and what they are by default
+    own: ClassVar[Mapping[str, Any]] = {}  # the options of this transport, with their defaults
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         left = dict(options)
@@ -37,12 +37,12 @@ class RemotePlacement(Placement):
         )
         self.given = {name: left.pop(name, usual) for name, usual in self.own.items()}
         self.nested = nested_workers_for(left.pop("collector_class", None), left.pop("num_workers_per_collector", 1))
-        self.options_left, self.options_by_worker = merged(
+        self.options_left, self.options_by_worker = merge_options(
             left, left.pop("collector_kwargs", None), ("sync", *self.given)
         )
 
     def workers_write(self, buffer: Any) -> bool:
-        return False  # rollouts come here first, and go into the buffer from here
+        return False  # rollouts come to this process, which writes them to the buffer
 
     def transport(self, plans: Sequence[Any], options: Options) -> MessageTransport:
         raise NotImplementedError
@@ -59,15 +59,16 @@ class RemotePlacement(Placement):
 
 
 class FarCollector(MultiCollector):
-    """A `MultiCollector` whose workers share no memory with this process: what the collectors of this package are.
+    """The common type, for `isinstance`, of the collectors whose workers share no memory with this process.
 
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
         policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
-        sync: True: a batch holds a rollout of every worker. False: of one, first come first served.
+        sync: True: a batch holds a rollout of every worker. False: a batch is one worker's rollout, first come first
+            served.
         update_after_each_batch: send the policy's weights after each batch.
-        max_weight_update_interval: send them when this many batches were delivered since they were last sent.
-        collector_class: what runs in a worker: "single" or `Collector` (the default), a loop; "sync" or
+        max_weight_update_interval: send them after this many batches without an update; -1: only when you say so.
+        collector_class: what runs in a worker: "single" or `Collector` (the default): one loop; "sync" or
             `MultiSyncCollector`, "async" or `MultiAsyncCollector`: `num_workers_per_collector` processes.
         collector_kwargs: further options, as a mapping; or a list of them, one for each worker.
         **options: see `reap.collectors.options.Options`.
@@ -86,13 +87,14 @@ class FarCollector(MultiCollector):
         raise UsageError("make a RayCollector, RPCCollector or DistributedCollector: FarCollector is what they are")
 
     def pause(self: MultiCollector, timeout: float | None = None, *, resume: bool = True) -> Paused:
-        """Stop collecting in the background; returns when nothing is under way any more, in any worker.
+        """Pause background collection, and wait until no worker is collecting any more.
 
         >>> with collector.pause():
         ...     buffer.dumps("somewhere")
 
         Args:
-            timeout: seconds to wait for what workers are making; NotReady (a TimeoutError) after that, and it goes on.
+            timeout: seconds to wait for the workers' current rollouts; after that NotReady (a TimeoutError) is raised
+                and collection continues.
             resume: False: stay paused after the block, until `resume()`.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -104,7 +106,7 @@ class FarCollector(MultiCollector):
 
 
 def _interval(each: Any, interval: Any) -> int:
-    """After how many batches weights are sent; -1: when the user says so."""
+    """Return after how many batches weights are sent; -1: only when the user says so."""
     flag("update_after_each_batch", each, none=True)
     if isinstance(interval, bool) or not isinstance(interval, int):
         raise WrongArgument(f"max_weight_update_interval must be a whole number, got {interval!r}")

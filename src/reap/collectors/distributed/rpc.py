@@ -1,4 +1,4 @@
-"""RPCCollector: workers over torch.distributed.rpc."""
+"""RPCCollector: collects with workers over torch.distributed.rpc."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing_extensions import Self, Unpack
 from reap.arguments import mapping
 from reap.backends.remote.rpc import THREADS, TensorPipeTransport
 from reap.collectors.distributed.keywords import DEFAULTS, RPCCollectorOptions
-from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, nodes_of
+from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, node_settings
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
 from reap.errors import UsageError, WrongArgument
 
 
 class _TensorPipePlacement(RemotePlacement):
-    """Workers are called over TensorPipe, and started by a launcher."""
+    """Places workers in processes that a launcher starts, and reaches them over TensorPipe."""
 
     own = {**LAUNCH_DEFAULTS, "tensorpipe_options": None, "backend": "gloo", "visible_devices": None}
 
@@ -37,28 +37,29 @@ class _TensorPipePlacement(RemotePlacement):
             )
         check_backend_name(self.given["backend"])
         _check_devices(self.given["visible_devices"])
-        nodes, one_by_one = nodes_of(self.given), options.on_failure != "raise"
+        nodes, one_by_one = node_settings(self.given), options.on_failure != "raise"
         return TensorPipeTransport(agent=agent, nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
 @FarCollector.register
-@shows_options(without=WITHOUT, more=RPCCollectorOptions, defaults={**DEFAULTS, **_TensorPipePlacement.own})
+@shows_options(without=UNSUPPORTED, more=RPCCollectorOptions, defaults={**DEFAULTS, **_TensorPipePlacement.own})
 class RPCCollector(MultiCollector):
-    """Collects with workers that are called over TensorPipe.
+    """Collects with workers that are reached by torch.distributed.rpc (TensorPipe).
 
     >>> collector = RPCCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
     >>> for batch in collector:
     ...     collector.update_policy_weights_()
 
-    A process has one RPC agent: one such collector at a time. See `FarCollector`.
+    A process has one RPC agent, so it can have only one such collector at a time. See `FarCollector`.
 
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
         policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
-        sync: True: a batch holds a rollout of every worker. False (the default): of one, first come first served.
+        sync: True: a batch holds a rollout of every worker. False (the default): a batch is one worker's rollout, first
+            come first served.
         **options: `launcher`, `tcp_port`, `slurm_kwargs`, `listen`, `secret_file`, `join_timeout`, as for
             `DistributedCollector`; `tensorpipe_options`, a mapping for `TensorPipeRpcBackendOptions`; `backend` and
-            `visible_devices` are checked, and change nothing; further see `FarCollector`.
+            `visible_devices` are checked, but have no effect; for others see `FarCollector`.
     """
 
     pause = FarCollector.pause
@@ -78,14 +79,17 @@ class RPCCollector(MultiCollector):
 
 @MultiSyncCollector.register
 class RPCSyncCollector(RPCCollector):
-    """Every batch holds a rollout of each worker, all made by the same weights. See `RPCCollector`."""
+    """Collects with RPC workers in step: a batch holds a rollout of each, all made by the same weights.
+
+    See `RPCCollector`.
+    """
 
     _sync = True
 
 
 @MultiAsyncCollector.register
 class RPCAsyncCollector(RPCCollector):
-    """Every batch is one worker's rollout; workers go on while the consumer works. See `RPCCollector`."""
+    """Collects with RPC workers that continue while you learn: a batch is one worker's rollout. See `RPCCollector`."""
 
     _sync = False
 

@@ -1,4 +1,4 @@
-"""DistributedCollector: workers over torch.distributed."""
+"""DistributedCollector: collects with workers over torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing_extensions import Self, Unpack
 
 from reap.backends.remote.gloo import GlooTransport
 from reap.collectors.distributed.keywords import DEFAULTS, DistributedCollectorOptions
-from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, nodes_of
+from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, node_settings
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
 from reap.errors import UsageError
 
 
 class _GlooPlacement(RemotePlacement):
-    """Workers are reached by gloo, and started by a launcher."""
+    """Places workers in processes that a launcher starts, and reaches them by gloo."""
 
     own = {**LAUNCH_DEFAULTS, "backend": "gloo"}
 
     def transport(self, plans: Sequence[Any], options: Options) -> GlooTransport:
         check_backend_name(self.given["backend"])
-        nodes, one_by_one = nodes_of(self.given), options.on_failure != "raise"
+        nodes, one_by_one = node_settings(self.given), options.on_failure != "raise"
         return GlooTransport(nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
 @FarCollector.register
-@shows_options(without=WITHOUT, more=DistributedCollectorOptions, defaults={**DEFAULTS, **_GlooPlacement.own})
+@shows_options(without=UNSUPPORTED, more=DistributedCollectorOptions, defaults={**DEFAULTS, **_GlooPlacement.own})
 class DistributedCollector(MultiCollector):
     """Collects with workers that are reached by torch.distributed (gloo); a rollout is sent as one tensor.
 
@@ -36,25 +36,26 @@ class DistributedCollector(MultiCollector):
     >>> for batch in collector:
     ...     collector.update_policy_weights_()
 
-    Workers of this machine read new weights from shared memory. To nodes they are broadcast; or sent one by one, where
-    `on_failure` lets workers be replaced or dropped.
+    Workers on this machine read new weights from shared memory. Weights are broadcast to other nodes, or sent to them
+    one by one if `on_failure` allows workers to be replaced or dropped.
 
-    Nothing listens but on the loopback address, unless `listen` names another. A trainer's own process group is left
-    alone. See `FarCollector`.
+    The collector listens only on the loopback address, unless `listen` names another. It does not touch a process group
+    that the trainer has made. See `FarCollector`.
 
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
         policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
-        sync: True: a batch holds a rollout of every worker. False (the default): of one, first come first served.
-        backend: "gloo". "nccl", "ucc" and "mpi" are accepted where torch has them: they carry what is on devices, slots
-            and weights are in the memory of the CPU, so these go by gloo all the same.
-        launcher: "mp": processes of this machine. "join" or None: wait for `python -m reap.join`, started on each
+        sync: True: a batch holds a rollout of every worker. False (the default): a batch is one worker's rollout, first
+            come first served.
+        backend: "gloo". "nccl", "ucc" and "mpi" are accepted if this torch has them, but gloo is used all the same:
+            slots and weights are in CPU memory.
+        launcher: "mp": processes on this machine. "join" or None: wait for `python -m reap.join`, started on each
             machine. "submitit": submit jobs that join. "submitit_delayed": see `submitit_delayed_launcher`.
         update_interval: send weights when this many batches were delivered; another name for
             `max_weight_update_interval`. None: only when you say so.
-        tcp_port: where to listen; any, by default.
+        tcp_port: the port to listen on; any free one by default.
         listen: the address on which to listen for other machines; this machine's loopback address by default.
-        secret_file: with "join": a file that holds what both sides know.
+        secret_file: with "join": a file with the secret that the collector and the joining workers share.
         join_timeout: seconds until all workers must have joined.
         slurm_kwargs: with "submitit": parameters of its executor, over `DEFAULT_SLURM_CONF`; `folder` is where its
             files go, "reap-jobs" by default.
@@ -83,13 +84,19 @@ class DistributedCollector(MultiCollector):
 
 @MultiSyncCollector.register
 class DistributedSyncCollector(DistributedCollector):
-    """Every batch holds a rollout of each worker, all made by the same weights. See `DistributedCollector`."""
+    """Collects with workers over torch.distributed in step: a batch holds a rollout of each, made by the same weights.
+
+    See `DistributedCollector`.
+    """
 
     _sync = True
 
 
 @MultiAsyncCollector.register
 class DistributedAsyncCollector(DistributedCollector):
-    """Every batch is one worker's rollout; workers go on while the consumer works. See `DistributedCollector`."""
+    """Collects with workers over torch.distributed that continue while you learn: a batch is one worker's rollout.
+
+    See `DistributedCollector`.
+    """
 
     _sync = False

@@ -1,1 +1,1 @@
-"""Parts: what a collector is made of, one idea in each file. None of them knows the collector that has it."""
+"""Parts: the objects a collector is made of, one in each file. None of them refers back to its collector."""

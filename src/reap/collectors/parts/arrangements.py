@@ -1,8 +1,8 @@
-"""Arrangements: the shape in which rollouts are delivered, and which of them are.
+"""Arrangements: decide which rollouts are delivered, and in which shape.
 
-    Arrangement      of one worker: as they are
-    JoinedWorkers    of workers that go in step: one batch of all
-    FirstCome        of whoever is ready: one by one, with where they come from; dropped where they are too old
+    Arrangement      one worker: its rollouts, unchanged
+    JoinedWorkers    workers in step: one batch with the rollouts of all
+    FirstCome        workers as they are ready: one rollout at a time, with its `origin`, unless it is too old
 
                  worker 0 [B, T]  worker 1 [B, T]  …
 cat_results      "stack" [W, B, T]     0, along lanes [W·B, T]     -1, in time [B, W·T]
@@ -24,11 +24,11 @@ from reap.errors import SpecMismatch, UsageError
 from reap.trajectories import FINAL, split_trajectories
 
 Join = Callable[[TensorDictBase], TensorDictBase]
-_TORN = 2**62  # the first new id of trajectories whose middle was dropped; workers give lower ones
+_FIRST_NEW_ID = 2**62  # for the rest of trajectories whose middle was dropped; the ids that workers give are lower
 
 
 class Part(NamedTuple):
-    """A batch, or what one worker made of it."""
+    """A batch, or one worker's part of it."""
 
     batch: TensorDictBase
     worker: int = 0
@@ -39,24 +39,24 @@ class Origin(NamedTuple):
 
     worker: int
     version: int
-    lag: int  # updates since then
+    lag: int  # weight updates since this version
 
 
 class Arrangement:
-    """Rollouts of one worker, as they are."""
+    """Delivers the rollouts of one worker, unchanged."""
 
     cuts: ClassVar[bool] = False  # whether a batch may be cut at `total_frames`
 
     @property
     def dropped_frames(self) -> int:
-        """Frames of rollouts that were not delivered."""
+        """The number of frames in rollouts that were dropped."""
         return 0
 
-    def name_keys(self, batch: TensorDictBase) -> None:
-        """Rename the keys of a batch that are called otherwise when it is delivered."""
+    def rename_keys(self, batch: TensorDictBase) -> None:
+        """Rename the keys of a batch that have another name in delivered batches."""
 
     def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        """Return whether this rollout is delivered; its keys and ids are those of a delivered one then."""
+        """Return whether this rollout is delivered; if so, its keys and trajectory ids are final afterwards."""
         return True
 
     def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
@@ -64,7 +64,7 @@ class Arrangement:
         return batch
 
     def by_worker(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
-        """Return the batch `[lanes, T]` as the workers made it, for a buffer."""
+        """Return the batch `[lanes, T]` split into the parts of the workers, for a buffer."""
         return [Part(self.arrange(batch, rollout), rollout.worker)]
 
     def split(self, batch: TensorDictBase) -> TensorDictBase:
@@ -73,7 +73,7 @@ class Arrangement:
 
 
 class JoinedWorkers(Arrangement):
-    """One batch of the rollouts of all workers, whose lanes lie in one slot; raises if they cannot be joined."""
+    """Joins the rollouts of all workers, whose lanes lie in one slot, in one batch; raises if shapes do not fit."""
 
     def __init__(self, cat_results: Any, layouts: Sequence[Layout], *, compact: bool) -> None:
         self._cat, self._layouts = cat_results, layouts
@@ -100,12 +100,13 @@ class JoinedWorkers(Arrangement):
     def split(self, batch: TensorDictBase) -> TensorDictBase:
         out = super().split(batch)
         if self._cat != 0:
-            out.names = [*[None] * (out.ndim - 1), "time"]  # where nothing was cut, workers and lanes are apart still
+            # If no trajectory was cut, workers and lanes are still separate dimensions.
+            out.names = [*[None] * (out.ndim - 1), "time"]
         return out
 
 
 class FirstCome(Arrangement):
-    """One worker's rollout after another, each with its `origin`; those that are too old for `limit` are dropped."""
+    """Delivers one worker's rollout at a time, with its `origin`; drops rollouts that are too old for `limit`."""
 
     def __init__(self, backend: WorkerBackend, limit: LagLimit | None) -> None:
         self._backend, self._limit = backend, limit
@@ -124,7 +125,10 @@ class FirstCome(Arrangement):
 
 
 def join_for(cat: Any, layouts: Sequence[Layout], *, compact: bool) -> Join:
-    """What turns the lanes of all workers `[W·B, T]` into the batch that `cat_results` asks for; refuses misfits."""
+    """Return a function that turns the lanes of all workers `[W·B, T]` into the batch that `cat_results` asks for.
+
+    Raises if the workers' rollouts do not fit together in that way.
+    """
     own, dimensions = layouts[0], len(layouts[0].batch_size)
     if isinstance(cat, int) and 0 < cat % dimensions < dimensions - 1:
         raise SpecMismatch(f"cat_results={cat}: workers are joined along 0 (lanes) or -1 (time)")
@@ -139,12 +143,12 @@ def join_for(cat: Any, layouts: Sequence[Layout], *, compact: bool) -> Join:
         raise SpecMismatch(f"workers' rollouts {shapes} cannot {how}")
     if compact and along == "time" and (own.batched or len(lengths) > 1):
         raise UsageError(f"compact_obs needs lanes that stay whole; cat_results={cat} joins them in time")
-    if FRAME in own.columns:  # the workers' batches are stacked already
-        return _as_it_is if along == "stack" else _concatenated(0 if along == "lanes" else -1)
+    if FRAME in own.columns:  # batches of whole frames arrive stacked by worker
+        return _unchanged if along == "stack" else _concatenated(0 if along == "lanes" else -1)
     if along == "lanes":
-        return _as_it_is if len(own.dims) <= 1 else _reshaped(-1, *own.dims[1:])
+        return _unchanged if len(own.dims) <= 1 else _reshaped(-1, *own.dims[1:])
     if not own.batched:
-        return _as_it_is if along == "stack" else lambda batch: batch.reshape(-1)
+        return _unchanged if along == "stack" else lambda batch: batch.reshape(-1)
     stacked = _reshaped(len(layouts), *own.dims)
     if along == "stack":
         return stacked
@@ -152,7 +156,7 @@ def join_for(cat: Any, layouts: Sequence[Layout], *, compact: bool) -> Join:
     return lambda batch: in_time(stacked(batch))
 
 
-def _as_it_is(batch: TensorDictBase) -> TensorDictBase:
+def _unchanged(batch: TensorDictBase) -> TensorDictBase:
     return batch
 
 
@@ -165,31 +169,31 @@ def _concatenated(dim: int) -> Join:
 
 
 class LagLimit:
-    """Drops rollouts that were made with weights more than `most` updates old, and counts their frames."""
+    """Drops rollouts that were collected with weights more than `most` updates old, and counts their frames."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._renamed: dict[int, dict[int, int]] = {}  # of each worker: trajectories that go on under another id
-        self._torn = itertools.count(_TORN)
+        self._renamed: dict[int, dict[int, int]] = {}  # by worker: the worker's id of a trajectory, and its new one
+        self._new_ids = itertools.count(_FIRST_NEW_ID)
         self.dropped_frames = 0
 
     def admit(self, batch: TensorDictBase, rollout: Rollout, version: int) -> bool:
-        """Rename ids behind dropped rollouts; return whether this one is young enough for this version of weights."""
+        """Rename ids that continue after dropped rollouts; return whether this rollout is recent enough to deliver."""
         self._rename(batch, rollout.worker)
         if version - rollout.version <= self._most:
             return True
         self.dropped_frames += rollout.frames
-        self._tear(batch, rollout.worker)
+        self._give_new_ids(batch, rollout.worker)
         return False
 
-    def _tear(self, batch: TensorDictBase, worker: int) -> None:
-        """A rollout was dropped: what goes on after it is another trajectory than what came before it."""
+    def _give_new_ids(self, batch: TensorDictBase, worker: int) -> None:
+        """Give the trajectories open at the end of a dropped rollout new ids, since their middle is missing."""
         ids = batch.get(TRAJ_IDS, None)
         if ids is not None:
             renamed = self._renamed.setdefault(worker, {})
             known = {now: own for own, now in renamed.items()}
             for now in ids.reshape(-1, ids.shape[-1])[:, -1].tolist():
-                renamed[known.get(now, now)] = next(self._torn)
+                renamed[known.get(now, now)] = next(self._new_ids)
 
     def _rename(self, batch: TensorDictBase, worker: int) -> None:
         renamed, ids = self._renamed.get(worker), batch.get(TRAJ_IDS, None)
@@ -198,4 +202,4 @@ class LagLimit:
             for own, now in list(renamed.items()):
                 ids[ids == own] = now
                 if own not in still:
-                    del renamed[own]  # it ended
+                    del renamed[own]  # this trajectory has ended

@@ -1,13 +1,14 @@
-"""In the background: who goes on collecting while the learner samples.
+"""Background runners: collect while the learner samples.
 
-    ThreadRunner       a thread takes batch after batch; what is asked of the collector meanwhile is done in between
+    ThreadRunner       a thread takes batch after batch; requests to the collector are served between two batches
 
-        asked ──► requests ──► ┌─ serve ─► wait while paused, or the buffer has enough ─► one batch ─┐
-                               └─────────────────────────────────────────────────────────────────────┘
+        request ──► queue ──► ┌─ serve ─► wait while paused, or the buffer has enough ─► one batch ─┐
+                              └─────────────────────────────────────────────────────────────────────┘
 
-    BackgroundRunner   workers go on by themselves; this process has nothing to do (backends/background_runner.py)
+    BackgroundRunner   workers collect by themselves; this process has nothing to do (backends/background_runner.py)
 
-What goes wrong is kept until somebody asks. Stopping is bounded: a rollout is broken off after the step it is in.
+A runner keeps its error until the collector calls `failure()`. Stopping is bounded: a rollout is broken off after its
+current step.
 """
 
 from __future__ import annotations
@@ -31,75 +32,75 @@ from reap.core.capture.chance import beside_the_learner
 from reap.errors import NotReady, WorkerRaised, WorkerSilent
 
 T = TypeVar("T")
-_LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples
+_POLL_SECONDS = 0.002  # between checks whether the buffer's limiter lets us write: other processes may sample
 
 
 class Runner(Protocol):
     """Collects in the background."""
 
-    told: bool  # whether its failure has been raised somewhere
+    told: bool  # whether the collector has raised this runner's failure already
 
     def start(self) -> None:
         """Begin to collect."""
 
     def pause(self, paused: Paused, timeout: float | None = None) -> None:
-        """Rest between two batches while this pause holds; returns when it does. Pauses add up.
+        """Rest between two batches while this pause holds; return once resting. Several pauses may hold at a time.
 
-        `timeout`: seconds that the batch which is being taken may still take; `NotReady` after that.
+        `timeout`: seconds to wait for the batch that is being taken; raises `NotReady` after that.
         """
 
     def resume(self, paused: Paused | None = None) -> None:
-        """This pause is over, or the last one somebody has; go on, if there is no other."""
+        """End this pause (None: the last one that a caller holds), and continue if no other pause holds."""
 
     def stop(self, timeout: float) -> None:
-        """End, or raise after so many seconds. May be called twice."""
+        """Stop collecting; raise if that takes more than `timeout` seconds. May be called twice."""
 
     @property
     def running(self) -> bool:
-        """Whether rows are still to come."""
+        """Whether more rows will come."""
 
     def paused_without(self, thread: int) -> bool:
-        """Return whether it rests until another thread than this one ends its pause."""
+        """Return whether the runner rests in pauses that only threads other than this one can end."""
 
     def failure(self) -> Exception | None:
-        """Return what went wrong in the background; None if nothing has."""
+        """Return the error that ended the run; None if there is none."""
 
     def between(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, called between two batches."""
+        """Call `work` between two batches, and return its result."""
 
 
 _threads: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
 
 
 class ThreadRunner:
-    """A thread that calls `turn` until it says that there is no more. It does not keep the collector alive."""
+    """Calls `turn` in a thread until it returns False. The thread does not keep the collector alive."""
 
     def __init__(self, turn: Callable[[], bool], *, wanted: Callable[[], bool], break_off: Callable[[], None]) -> None:
         self._turn, self._wanted, self._break_off = weakref.WeakMethod(turn), wanted, break_off
-        self._lock = threading.RLock()  # taken by itself: in `with self._change`, Ctrl-C could come when it is
+        self._lock = threading.RLock()  # of `_change`; taken directly, since Ctrl-C could interrupt `with self._change`
         self._change = threading.Condition(self._lock)
         self._requests: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._pauses, self._interrupts = Pauses(), Interrupts()
-        self._resting = self._stopping = self._over = False
+        self._resting = self._stopping = self._ended = False
         self._failure: Exception | None = None
         self.told = False
         self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
         guard(self)
 
     def in_fork(self, why: str) -> None:
-        """The thread is not here: there is nothing to stop."""
+        """Forget the runner: a forked process has no such thread, so there is nothing to stop."""
         _threads.discard(self)
 
     def start(self) -> None:
-        atexit.unregister(_stop_all)  # once is enough
-        atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
+        atexit.unregister(_stop_all)  # so that it is registered only once
+        atexit.register(_stop_all)  # at exit, Python would cut off a daemon thread in the middle of native code
         _threads.add(self)
         self._thread.start()
 
     def _run(self) -> None:
         beside_the_learner()
         try:
-            while self._next():
+            while self._wait_for_turn():
                 turn = self._turn()
                 if turn is None or not turn():
                     break
@@ -112,12 +113,12 @@ class ThreadRunner:
             self._failure = ended_by(cause, "the collecting thread")
         finally:
             with self._change:
-                self._over = True
+                self._ended = True
                 self._change.notify_all()
-            self._serve()  # those who asked before they could see that it is over
+            self._serve()  # requests that were queued before `_ended` was set
 
-    def _next(self) -> bool:
-        """Do what was asked, then wait until it is time for another batch; False: stop."""
+    def _wait_for_turn(self) -> bool:
+        """Serve requests and wait until the next batch is due; return False if the thread must stop."""
         while True:
             self._serve()
             with self._change:
@@ -129,7 +130,7 @@ class ThreadRunner:
                 if not self._resting and self._wanted():
                     return True
                 self._change.notify_all()
-                self._change.wait(AGAIN if self._resting else _LOOK)
+                self._change.wait(AGAIN if self._resting else _POLL_SECONDS)
 
     def _serve(self) -> None:
         while self._requests:
@@ -141,10 +142,10 @@ class ThreadRunner:
             with self._change:
                 self._change.notify_all()
 
-    def _until(self, true: Callable[[], bool], timeout: float | None = None) -> None:
-        """Tell the thread that something is new, and wait until something is true, or raise after `timeout` seconds.
+    def _wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> None:
+        """Wake the thread and wait until `true()`; raise `NotReady` after `timeout` seconds.
 
-        Ctrl-C is let in now and then: a `Condition` that it breaks off may be left without its lock.
+        Ctrl-C is raised only between two waits: raised inside `Condition.wait`, it could leave it without its lock.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         with self._interrupts.held():
@@ -161,18 +162,18 @@ class ThreadRunner:
     def between(self, work: Callable[[], T]) -> T:
         future: Future[T] = Future()
         with self._lock:
-            here = self._over or threading.current_thread() is self._thread
+            here = self._ended or threading.current_thread() is self._thread
             if not here:
                 self._requests.append((work, future))
         if here:
             return work()
-        self._until(future.done)
+        self._wait_until(future.done)
         return future.result()
 
     def pause(self, paused: Paused, timeout: float | None = None) -> None:
         self._pauses.begin(paused)
         if threading.current_thread() is not self._thread:
-            self._until(lambda: self._resting or self._over, timeout)
+            self._wait_until(lambda: self._resting or self._ended, timeout)
 
     def resume(self, paused: Paused | None = None) -> None:
         with self._interrupts.held(), self._lock:
@@ -189,7 +190,7 @@ class ThreadRunner:
 
     @property
     def running(self) -> bool:
-        return not self._over
+        return not self._ended
 
     def paused_without(self, thread: int) -> bool:
         return self._pauses.hold_without(thread)
@@ -199,7 +200,7 @@ class ThreadRunner:
 
 
 def ended_by(cause: BaseException, who: str) -> WorkerRaised:
-    """Return the error for a thread that was ended by what is no error, as by an env that calls sys.exit()."""
+    """Return the error for a thread that a non-`Exception` ended, such as the SystemExit of an env's sys.exit()."""
     error = WorkerRaised(f"{who} was ended by {cause!r}")
     error.__cause__ = cause
     return error

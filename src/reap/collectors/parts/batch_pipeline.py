@@ -1,9 +1,9 @@
-"""BatchPipeline: from rollouts to what is delivered, and how much of it there was.
+"""BatchPipeline: turns rollouts into delivered batches, and counts frames and batches.
 
 backend.take ─► assemble ─► arrange ─► split ─► postproc ─► hook ─┬─► consumer
                                                                   └─► sink ─► replay buffer
 
-Each stage is put down before the next begins: Ctrl-C in a hook loses nothing.
+Each stage stores its result before the next one begins, so Ctrl-C in a hook loses nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from reap.backends.base import Backend, Rollout
-from reap.collectors.buffer_writers import Sink, mark_truncated, processed
+from reap.collectors.buffer_writers import Sink, mark_truncated, post_processed
 from reap.collectors.options import Options
 from reap.collectors.parts.arrangements import Arrangement, Part
 from reap.collectors.parts.listeners import Listeners
@@ -25,45 +25,45 @@ from reap.errors import UsageError
 from reap.trajectories import FINAL, WholeTrajectories
 
 OwnRollout = Callable[[], tuple[TensorDictBase, Rollout | None]]
-_PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
+_PATIENCE = 100  # rollouts without a whole episode, after which `fetch` raises if there can never be one
 
 
 class BatchPipeline:
-    """The batches of one collector. `sink`: where they go, if not to the consumer."""
+    """Makes the batches of one collector. `sink` receives them in place of the consumer, if there is one."""
 
     def __init__(self, options: Options, sink: Sink | None) -> None:
         self.arrangement, self.listeners = Arrangement(), Listeners()
-        self.frames = self.batches = 0  # collected, and delivered
-        self.taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
-        self.ready: TensorDictBase | None = None  # one that is to be delivered
+        self.frames = self.batches = 0  # frames collected, and batches delivered
+        self.taken: list[Part] = []  # arranged batches that are not yet split, post-processed and shown to the hook
+        self.ready: TensorDictBase | None = None  # a finished batch that the consumer has not received yet
         whole = options.trajs_per_batch is not None and options.replay_buffer is None
         self.whole = WholeTrajectories() if whole else None
         self._options, self.sink = options, sink
         self._total, self._random, self._storing = options.total, options.random_frames, options.devices[1]
         self._copies = LaneMajorCopies()
-        # With return_same_td: the batch on the slot, and the object that is delivered each time.
+        # With return_same_td: the batch of views on the slot, and the object that is delivered every time.
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None
 
     def more(self) -> bool:
-        """Return whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
+        """Return whether another batch can come: one is in hand, or frames or whole episodes are left."""
         left = self.whole is not None and len(self.whole) >= (self._options.trajs_per_batch or 0)
         return left or self.frames < self._total or bool(self.taken) or self.ready is not None
 
     def forget(self) -> None:
-        """Forget what is held: it belongs to the time before."""
+        """Drop everything that is held back: it was collected before a reset, a new seed or a loaded state."""
         self.drop_taken()
         if self.sink is not None:
             self.sink.forget()
         self.whole = None if self.whole is None else WholeTrajectories()
 
     def drop_taken(self) -> None:
-        """Forget a batch that was taken, and that Ctrl-C has kept from being delivered."""
+        """Drop a batch that was taken but not delivered, because Ctrl-C came in between."""
         self.taken, self.ready = [], None
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
     def take(self, backend: Backend) -> tuple[TensorDictBase, Rollout]:
-        """Return the next rollout that is delivered, assembled as `[lanes, T]`."""
+        """Return the next rollout that the arrangement admits, assembled as `[lanes, T]`."""
         while True:
             rollout = backend.take(random=self.frames < self._random)
             if rollout.parts:
@@ -74,9 +74,9 @@ class BatchPipeline:
                 return batch, rollout
 
     def fetch(self, backend: Backend, own: OwnRollout | None = None) -> None:
-        """Take one rollout; or as many as it takes for `trajs_per_batch` complete episodes, none if they never come.
+        """Take one rollout into `taken`; with `trajs_per_batch`, as many as that number of complete episodes needs.
 
-        `own`: what a subclass of the user's returns in place of a rollout, and the one it was made of, if it was.
+        `own` calls the `rollout` method of a user's subclass: it returns a batch, and the rollout behind it or None.
         """
         fruitless = 0
         while True:
@@ -108,13 +108,13 @@ class BatchPipeline:
                 )
 
     def _arranged(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
-        """One batch for the consumer; for a buffer, what each worker made."""
+        """Return one batch for the consumer, or for a buffer one part per worker."""
         if self.sink is not None:
             return self.arrangement.by_worker(batch, rollout)
         return [Part(self.arrangement.arrange(batch, rollout))]
 
     def _assembled(self, rollout: Rollout) -> TensorDictBase:
-        """Return a rollout as the batch it is, where batches are to be stored."""
+        """Return a rollout as a batch, on the storing device."""
         if self._options.set_truncated:
             mark_truncated(rollout.arrays, rollout.layout)
         copied = rollout.layout.look.contiguous
@@ -143,20 +143,20 @@ class BatchPipeline:
     def deliver(
         self, postproc: Callable[[Any], Any] | None, hook: Callable[[Any], Any] | None
     ) -> TensorDictBase | None:
-        """Return what was fetched, as it is delivered; None if it went to the sink, or nothing was fetched."""
+        """Finish the fetched batch and return it; None if it went to the sink, or if nothing was fetched."""
         if not self.taken:
             return None
         split = self.arrangement.split if self._options.split_trajs else None
         if self.sink is None:
-            out = processed(self.taken[0].batch, split=split, postproc=postproc, hook=hook)
+            out = post_processed(self.taken[0].batch, split=split, postproc=postproc, hook=hook)
             if self.listeners.all:
                 self.listeners.show(out, (self.batches, 1))
             self.batches += 1
-            self.taken = []  # last: between here and `ready` there is no loop or call in which Ctrl-C could come
+            self.taken = []  # last: no loop or call lies between here and `ready = …` in which Ctrl-C could come
             return out
         while self.taken:
             part = self.taken[0]
-            done = processed(part.batch, split=split, postproc=postproc, hook=hook)
+            done = post_processed(part.batch, split=split, postproc=postproc, hook=hook)
             if self.listeners.all:
                 self.listeners.show(done, (self.batches, len(self.taken)))
             self.sink.take(done, part.worker)
@@ -165,8 +165,8 @@ class BatchPipeline:
         return None
 
     def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
-        """Return a batch of zeros `[lanes, T]` as it would be delivered; nothing is counted."""
+        """Return this batch of zeros `[lanes, T]` in the form in which it would be delivered; count nothing."""
         batch = batch if self._storing is None else batch.to(self._storing)
-        self.arrangement.name_keys(batch)
+        self.arrangement.rename_keys(batch)
         split = self.arrangement.split if self._options.split_trajs else None
-        return processed(batch, split=split, postproc=postproc, hook=None)
+        return post_processed(batch, split=split, postproc=postproc, hook=None)

@@ -1,7 +1,7 @@
-"""Lifecycle: whether a collector may be used here and now, who is collecting, and how it is closed once.
+"""Lifecycle: whether a collector may be used, which thread is collecting, and how the collector is closed once.
 
-never built ─► open ─► closed, and why
-                └────► in a fork: a copy, which refuses everything
+never built ─► open ─► closed, with the reason
+                └────► in a fork: a copy, which refuses every use
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from reap.errors import WrongState
 
 
 class Lifecycle:
-    """The life of one collector, whose class is called `owner`."""
+    """The state of one collector. `owner`: the name of its class, for messages."""
 
     def __init__(self, owner: str, why_closed: str | None = None) -> None:
         self._owner = owner
         self.why_closed = why_closed  # None while it is open
-        self.why_foreign: str | None = None  # why it is not this process's own
-        self.ended = self._closing = False  # whether all is closed, and whether somebody is at it
-        self.failed = False  # whether it was closed because something went wrong
+        self.why_foreign: str | None = None  # in a forked copy: why it cannot be used there
+        self.ended = self._closing = False  # whether everything is closed, and whether a thread is closing it
+        self.failed = False  # whether an error closed it
         self.busy: int | None = None  # the thread that collects
-        self.collecting = threading.RLock()  # held by that thread. An Event could lose its lock by Ctrl-C
+        self.collecting = threading.RLock()  # held by that thread. With an Event, Ctrl-C could leave its lock taken
 
     def check_owner(self) -> None:
-        """Raise if this is a copy, in a fork."""
+        """Raise if this is a copy in a forked process."""
         if self.why_foreign is not None:
             raise WrongState(f"this {self._owner} cannot be used here: {self.why_foreign}")
 
     def check_open(self) -> None:
-        """Raise if it is closed."""
+        """Raise if the collector is closed."""
         if self.why_closed is not None:
             raise WrongState(f"this {self._owner} is closed: {self.why_closed}; make a new one")
 
     def closed_meanwhile(self) -> WrongState:
-        """Return the error for whoever waited while it was closed."""
+        """Return the error for a caller that was taking a batch while another thread closed the collector."""
         why = self.why_closed or "it was broken off"
         return WrongState(f"this {self._owner} was closed while it was at work: {why}")
 
-    def send_away(self, backend: Backend, close_env: bool) -> None:
-        """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed.
+    def break_off_other_thread(self, backend: Backend, close_env: bool) -> None:
+        """Break off a batch that another thread is taking, and wait for that thread, before the backend is closed.
 
-        One that makes it in this process closes the env itself.
+        A thread that collects in this process is not waited for: it closes the env itself when it leaves it.
         """
         if self.busy not in (None, threading.get_ident()):
             backend.breaker()()
@@ -54,7 +54,7 @@ class Lifecycle:
                 self.collecting.release()
 
     def close(self, why: str, end: Callable[[bool], Any], *, failed: bool) -> None:
-        """Call `end`, once; it is told whether anybody began to close before."""
+        """Call `end` once; its argument says whether this is the first attempt to close."""
         if self.ended or self._closing:
             return
         first = self.why_closed is None
@@ -62,7 +62,7 @@ class Lifecycle:
             self._closing, self.why_closed, self.failed = True, self.why_closed or why, self.failed or failed
             end(first)
             self.ended = True
-        except KeyboardInterrupt:  # what is left is closed by whoever asks next, or when nobody has it any more
+        except KeyboardInterrupt:  # the next call of `close` closes what is left, at the latest in `__del__`
             raise
         except BaseException:
             self.ended = True

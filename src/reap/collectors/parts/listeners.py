@@ -1,4 +1,4 @@
-"""Listeners: who is shown every batch of a collector, beside its consumer."""
+"""Listeners: functions that see every batch of a collector, beside its consumer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from reap._system.interrupts import Interrupts
 
 
 class Listeners:
-    """Those who are shown every batch that is delivered, or written to a buffer, by this process.
+    """The functions called with every batch that this process delivers, or writes to a buffer.
 
-    Each batch is shown once: Ctrl-C waits until all have seen it, and one that is made ready again is not shown again.
+    Each batch is shown once: Ctrl-C waits until all listeners have seen it, and a batch that is delivered after an
+    interrupted attempt is not shown again.
     """
 
     def __init__(self) -> None:
@@ -21,15 +22,15 @@ class Listeners:
         self._shown: tuple[int, int] | None = None
 
     def add(self, listener: Callable[[TensorDictBase], Any]) -> None:
-        """From now on, call this with each batch."""
+        """Call this function with each batch from now on."""
         self.all.append(listener)
 
     def remove(self, listener: Callable[[TensorDictBase], Any]) -> None:
-        """Call this listener no more."""
+        """Stop calling this listener."""
         self.all = [one for one in self.all if one != listener]
 
     def show(self, batch: TensorDictBase, number: tuple[int, int]) -> None:
-        """Call all of them with this batch; `number` tells it from the others."""
+        """Call all listeners with this batch, unless they have seen the one with this `number`."""
         if number != self._shown:
             with Interrupts().held():
                 for listener in self.all:

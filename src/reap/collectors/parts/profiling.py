@@ -1,10 +1,10 @@
-"""Profiling: when each worker collected and when you learned, as one file that Perfetto (ui.perfetto.dev) opens.
+"""Profiling: a timeline of when each worker collected and when you learned, as one file for Perfetto (ui.perfetto.dev).
 
     worker 0   ███ rollout ███      ███ rollout ███
     worker 1   ██ rollout ██        ████ rollout ████
     consumer        wait │ █ your code █ │ wait │ █ your code █
 
-Clocks of all processes of a machine are one (CLOCK_MONOTONIC), so the rows lie true to each other.
+All processes of a machine share one clock (CLOCK_MONOTONIC), so times in different rows can be compared.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from reap.errors import UsageError, WrongArgument, nearest
 
 _log = logging.getLogger("reap")
 _MOST = 1_000_000  # spans of a timeline: about 200 MB in memory and on disk
-_CONSUMER = 1_000_000  # its row, below those of the workers
+_CONSUMER = 1_000_000  # the number of the consumer's row, which puts it below the workers' rows
 _WORKER = "{worker_idx}"
 
 
 @dataclass
 class ProfileConfig:
-    """What `enable_profile` was told: one timeline of everybody, and a trace of each worker by torch's profiler.
+    """The settings of `enable_profile`: one timeline of all workers, and a trace of each one by torch's profiler.
 
     Args:
-        workers: whose rollouts are recorded; None: everybody's.
-        num_rollouts: how many rollouts of each worker, warm-up included. None: the timeline shows the whole run, and
-            traces, which are large, the first three rollouts.
-        warmup_rollouts: how many of them are left out at the beginning.
-        save_path: the timeline's file; None: `collector_profile.json` here. Traces lie beside it (`get_save_path`).
-            With "{worker_idx}" in it the traces are called so, and the timeline has "timeline" there.
-        activities: what torch's profiler records, of "cpu" and "cuda"; none: no traces, the timeline alone.
-        record_shapes: with the shapes of operators' inputs.
-        profile_memory: with what they allocate.
-        with_stack: with the lines of code they come from.
-        with_flops: with how much some of them compute.
-        on_trace_ready: called with the path when the timeline is written.
+        workers: the workers whose rollouts are recorded; None: all.
+        num_rollouts: how many rollouts of each worker to record, warm-up included. None: the timeline shows the whole
+            run; the traces, which are large, stop after the warm-up and two more rollouts.
+        warmup_rollouts: how many rollouts to leave out at the beginning.
+        save_path: the timeline's file; None: `collector_profile.json` in the working directory. The traces lie beside
+            it (`get_save_path`). If it contains "{worker_idx}", the traces have the worker's number there, and the
+            timeline has "timeline".
+        activities: what torch's profiler records: "cpu", "cuda" or both; none: only the timeline, no traces.
+        record_shapes: record the shapes of operators' inputs.
+        profile_memory: record what operators allocate.
+        with_stack: record the lines of code that operators come from.
+        with_flops: record how many floating-point operations some operators take.
+        on_trace_ready: called with the timeline's path when it is written.
     """
 
     workers: Sequence[int] | None = None
@@ -72,11 +73,11 @@ class ProfileConfig:
 
     @property
     def traced_rollouts(self) -> int:
-        """How many rollouts torch's profiler sees, warm-up included."""
+        """The number of rollouts that torch's profiler sees, warm-up included."""
         return self.warmup_rollouts + 2 if self.num_rollouts is None else self.num_rollouts
 
     def get_save_path(self, worker_idx: int) -> Path:
-        """Where the trace of a worker lies."""
+        """Return the path of a worker's trace."""
         path = str(self.save_path or "collector_profile.json")
         if _WORKER in path:
             return Path(path.replace(_WORKER, str(worker_idx)))
@@ -84,19 +85,19 @@ class ProfileConfig:
 
     @property
     def timeline_path(self) -> Path:
-        """Where the timeline lies."""
+        """The path of the timeline."""
         return Path(str(self.save_path or "collector_profile.json").replace(_WORKER, "timeline"))
 
     def get_activities(self) -> list[Any]:
-        """The activities as torch's profiler knows them, those of this machine."""
+        """Return the activities as torch's `ProfilerActivity`, as far as this machine has them."""
         return activities_of(self.activities)
 
     def should_profile_worker(self, worker_idx: int) -> bool:
-        """Whether a worker's rollouts are recorded."""
+        """Return whether a worker's rollouts are recorded."""
         return self.workers is None or worker_idx in self.workers
 
     def traces(self, workers: int) -> dict[int, TraceSettings | None]:
-        """What each of so many workers is told; nothing where nothing is traced."""
+        """Return the trace settings of each worker, out of this many; empty if there are no traces."""
         if not self.activities:
             return {}
         return {
@@ -116,13 +117,13 @@ class ProfileConfig:
 
 
 class Profiler:
-    """Keeps the timeline of a collector, while it is told to."""
+    """Records the timeline of a collector between `enable` and `disable`."""
 
     def __init__(self) -> None:
         self.timeline: Timeline | None = None
 
     def enable(self, backend: Backend, num_workers: int, **told: Any) -> None:
-        """Record what so many workers make from now on; `told` are the fields of `ProfileConfig`."""
+        """Record the rollouts of this many workers from now on; `told` holds the fields of `ProfileConfig`."""
         known = {one.name for one in fields(ProfileConfig)}
         unknown = sorted(told.keys() - known)
         if unknown:
@@ -134,14 +135,14 @@ class Profiler:
             backend.profile(traces)
 
     def disable(self, backend: Backend, num_workers: int) -> None:
-        """Stop recording; what was recorded is written."""
+        """Stop recording, and write what was recorded."""
         traces = {} if self.timeline is None else self.timeline.config.traces(num_workers)
         if traces:
             backend.profile(dict.fromkeys(traces))
         self.write(backend)
 
     def write(self, backend: Backend) -> None:
-        """Write what was recorded, if anything was, and record no more."""
+        """Write the timeline, if there is one, and stop recording it."""
         timeline, self.timeline = self.timeline, None
         if timeline is not None:
             backend.on_rollout = None
@@ -149,7 +150,7 @@ class Profiler:
 
 
 class Timeline:
-    """Collects spans; writes them when every worker has made its rollouts, or the collector ends."""
+    """Collects time spans; writes them when every worker has made `num_rollouts`, or when the collector ends."""
 
     def __init__(self, config: ProfileConfig, workers: int) -> None:
         self.config = config
@@ -165,7 +166,7 @@ class Timeline:
         self._written = False
 
     def rollout(self, worker: int, span: tuple[float, float], **about: Any) -> None:
-        """One worker's rollout, from when to when."""
+        """Add one worker's rollout; `span` is its start and end."""
         made, most = self._made.get(worker), self.config.num_rollouts
         if made is None or (most is not None and made >= most):
             return
@@ -176,7 +177,7 @@ class Timeline:
             self.write()
 
     def waiting(self, began: float, ended: float) -> None:
-        """The consumer asked for a batch at `began` and had it at `ended`."""
+        """Add the wait of the consumer, who requested a batch at `began` and received it at `ended`."""
         if self._left is not None:
             self._span("your code", _CONSUMER, self._left, began)
         self._span("wait", _CONSUMER, began, ended)

@@ -1,17 +1,17 @@
-"""A policy that is trained here while copies of it act elsewhere, and nobody sends them its weights.
+"""Staleness: warns when a policy is trained here while its copies elsewhere act and never receive its new weights.
 
-    batch taken ─► counters, identities, a few numbers ─► as they were? nothing
-                                  └─► moved ─► checksum of all values ─► the same? nothing
-                                                        └─► other ─► three batches in a row: said once
+    batch taken ─► counters, identities, a few values ─► unchanged? nothing
+                                  └─► changed ─► checksum of all values ─► the same? nothing
+                                                          └─► different ─► three batches in a row: one warning
 
-Workers that share the learner's memory need no update; reap's act with copies, so that no batch mixes two versions. A
-script written for the former would train on data of the first weights for ever. Who trains is seen in the parameters:
-torch counts what is written to each; what is written behind its back (`parameter.data`) shows in a number of each, and
-layers that are replaced are other objects. The cost is a few microseconds per batch, and nothing once all workers were
-sent weights.
+Workers that share the learner's memory need no update. reap's workers act with copies, so that no batch mixes two
+versions. A script written for shared memory would train on data of the first weights for ever. Training shows in the
+parameters: torch counts the writes to each, one value each of a few of them shows writes that torch does not count
+(through `parameter.data`), and replaced layers are other objects. A check takes a few microseconds per batch, and none
+is made once all workers were sent weights.
 
-In the background nobody knows how much is trained between two rollouts, so that a first update may come late: there it
-takes a hundred rollouts, or that it ends without one.
+In the background it is not known how much is trained between two rollouts, so a first update may come late. There the
+warning takes a hundred rollouts, or that the run ends without an update.
 """
 
 from __future__ import annotations
@@ -31,113 +31,113 @@ from torch.nn.parameter import is_lazy
 from reap._foreign import torch_internals
 from reap.errors import warn
 
-_WATCHED = 256  # parameters, evenly among all
-_READ = 8  # of them a number each
-_PATIENCE = 3  # batches in a row
-_IN_BACKGROUND = 100  # rollouts
-_DEEP = 4  # callables inside of callables
+_WATCHED = 256  # parameters that are watched, spread evenly over all
+_READ = 8  # watched parameters of which one value is read at every check
+_PATIENCE = 3  # batches in a row with old weights, before the warning
+_IN_BACKGROUND = 100  # rollouts with old weights, before the warning in the background
+_DEEP = 4  # levels of callables inside callables that are searched for modules
 _END = (None,)
 
 
 class StalenessWatch:
-    """Looks at a policy's parameters whenever a batch is taken; warns once if they go on without the copies'.
+    """Checks a policy's parameters whenever a batch is taken; warns once if they change while its copies do not.
 
-    `workers` is how many copies there are. Modules that a function, a method or a partial holds are watched, too.
+    `workers` is the number of copies. Modules that a function, a method or a partial holds are watched too.
     """
 
     def __init__(self, policy: Any, *, who: str, remedy: str, workers: int = 1) -> None:
         self._modules = modules_in(policy)
         self._who, self._remedy = who, remedy
-        self._left = set(range(workers))  # workers that were not sent any
-        self._all = workers
-        self._patience, self._told = _PATIENCE, False
+        self._never_sent = set(range(workers))  # workers that were never sent weights
+        self._workers = workers
+        self._patience, self._warned = _PATIENCE, False
         self.rebase()
 
     @property
     def useful(self) -> bool:
-        """Whether there is anything that could change."""
+        """Whether the policy has any parameters that could change."""
         return bool(self._parameters)
 
     def rebase(self) -> None:
-        """The copies are as the policy is now."""
-        self._behind = self._possible = 0  # rollouts that are of old weights, and that may be
-        self._other = False  # what the last checksum said
-        self._find()
+        """Start over with the policy's current values: the copies have the same ones now."""
+        self._behind = self._possible = 0  # rollouts with old weights: the certain ones, and all possible ones
+        self._differs = False  # whether the last checksum differed
+        self._index_parameters()
         self._sums = self._checksum()
 
     def sent(self, workers: Iterable[int] | None) -> bool:
-        """Weights were sent to these workers, or to all; whether there are others left to be watched for."""
-        self._left -= self._left if workers is None else set(workers)
-        self._patience = max(_PATIENCE, self._all + 1)  # they may take turns
-        return bool(self._left)
+        """Note that weights were sent to these workers, or to all (None); return whether other workers are left."""
+        self._never_sent -= self._never_sent if workers is None else set(workers)
+        self._patience = max(_PATIENCE, self._workers + 1)  # the learner may update one worker per batch, in turns
+        return bool(self._never_sent)
 
-    def _find(self) -> None:
-        """Note which parameters there are, and by which steps they are reached: replaced, they are others."""
-        every = list(self._every())
+    def _index_parameters(self) -> None:
+        """Store which parameters there are, and the dictionaries that hold them, to notice replaced ones later."""
+        every = list(self._watchable_parameters())
         self._parameters = every[:: max(1, -(-len(every) // _WATCHED))]
-        if not torch_internals.SEES_REPLACED:  # all values are compared each time
+        if not torch_internals.SEES_REPLACED:  # then `changed` compares the checksum each time
             return
         self._read = [p for p in self._parameters if p.numel()][-_READ:]
         parts = [part for module in self._modules for part in module.modules()]
         held = chain.from_iterable(map(torch_internals.holders, parts))
         self._holders = [one for one in held if one]
         self._held = [*chain.from_iterable(map(dict.values, self._holders)), None]
-        self._seen = self._look()
+        self._seen = self._sample()
 
-    def _every(self) -> Iterator[nn.Parameter]:
+    def _watchable_parameters(self) -> Iterator[nn.Parameter]:
         for module in self._modules:
             for p in module.parameters():
                 if not (p.is_inference() or is_lazy(p) or p.is_meta) and p.layout is torch.strided:
                     yield p
 
-    def _look(self) -> tuple[int, list[float]]:
-        return sum(map(torch_internals.version_of, self._parameters)), [_number(p) for p in self._read]
+    def _sample(self) -> tuple[int, list[float]]:
+        return sum(map(torch_internals.version_of, self._parameters)), [_first_value(p) for p in self._read]
 
     def _checksum(self) -> list[int]:
-        """Of every parameter's bits: the same for the same values, wherever they lie."""
-        sums = [_bits(p.detach()).sum(dtype=torch.int64) for p in self._every()]
+        """Return one sum of the bits of each parameter: equal values have equal sums, on any device."""
+        sums = [_bits(p.detach()).sum(dtype=torch.int64) for p in self._watchable_parameters()]
         if len({one.device for one in sums}) == 1:
-            return torch.stack(sums).tolist()  # of a GPU all at once
+            return torch.stack(sums).tolist()  # one transfer from a GPU for all
         return [int(one) for one in sums]
 
     def changed(self) -> bool:
-        """Return whether the policy is another than the copies are."""
+        """Return whether the policy's values differ from those of its copies."""
         if torch_internals.SEES_REPLACED:
             held = chain(chain.from_iterable(map(dict.values, self._holders)), _END)
-            if all(map(operator.is_, held, self._held)) and self._look() == self._seen:
-                return self._other
-        self._find()
-        self._other = self._checksum() != self._sums
-        return self._other
+            if all(map(operator.is_, held, self._held)) and self._sample() == self._seen:
+                return self._differs
+        self._index_parameters()
+        self._differs = self._checksum() != self._sums
+        return self._differs
 
     def batch_taken(self) -> None:
-        """One more batch; what was made by old weights three times in a row is told."""
-        if self._told:
+        """Check after one more batch; warn if three in a row (`_patience`) were collected with old weights."""
+        if self._warned:
             return
         self._behind = self._behind + 1 if self.changed() else 0
         if self._behind == self._patience:
-            self._tell(f"{self._behind} batches in a row")
+            self._warn(f"{self._behind} batches in a row")
 
     def made_in_background(self, rollouts: int) -> None:
-        """So many more were made since the last time; `tell_background` says what that comes to."""
-        if not self._told and rollouts:
-            before = self._other
+        """Count this many more rollouts of the background; `warn_in_background` decides whether to warn."""
+        if not self._warned and rollouts:
+            before = self._differs
             if self.changed():
                 self._behind += rollouts if before else 0
                 self._possible += rollouts
 
-    def tell_background(self, *, ended: bool = False) -> None:
-        """Say it, if it is time. `ended`: nobody will send weights any more, so that a few rollouts are enough."""
+    def warn_in_background(self, *, ended: bool = False) -> None:
+        """Warn if there were enough rollouts. `ended`: no weights will be sent any more, so a few rollouts suffice."""
         found, enough = (self._possible, self._patience) if ended else (self._behind, _IN_BACKGROUND)
-        if not self._told and found >= enough:
-            self._tell("for all that was made in the background" if ended else f"{found} rollouts in the background")
+        if not self._warned and found >= enough:
+            self._warn("for all that was made in the background" if ended else f"{found} rollouts in the background")
 
-    def _tell(self, how_long: str) -> None:
-        self._told = True
+    def _warn(self, how_long: str) -> None:
+        self._warned = True
         who = self._who
-        if len(self._left) < self._all:
-            numbers = ", ".join(map(str, sorted(self._left)))
-            who = f"worker {numbers} still acts" if len(self._left) == 1 else f"workers {numbers} still act"
+        if len(self._never_sent) < self._workers:
+            numbers = ", ".join(map(str, sorted(self._never_sent)))
+            who = f"worker {numbers} still acts" if len(self._never_sent) == 1 else f"workers {numbers} still act"
         warn(
             f"the policy has changed, but {who} with the weights it had when the collector was made: "
             f"{how_long}. {self._remedy}"
@@ -145,7 +145,7 @@ class StalenessWatch:
 
 
 def modules_in(policy: Any) -> list[nn.Module]:
-    """The modules a policy consists of: itself, or those that a function, a method, a partial or an object calls."""
+    """Return the modules of a policy: itself, or those that a function, method, partial or callable object uses."""
     found: dict[int, nn.Module] = {}
     _gather(policy, found, set(), _DEEP)
     return list(found.values())
@@ -162,23 +162,23 @@ def _gather(thing: Any, found: dict[int, nn.Module], seen: set[int], depth: int)
     if isinstance(thing, functools.partial):
         inside = [thing.func, *thing.args, *thing.keywords.values()]
     elif isinstance(thing, types.MethodType):
-        inside = [thing.__func__, *_used_by(thing.__func__, thing.__self__)]
+        inside = [thing.__func__, *_attributes_used_by(thing.__func__, thing.__self__)]
     elif isinstance(thing, types.FunctionType):
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if _filled(cell)]
+        cells = [cell.cell_contents for cell in thing.__closure__ or () if _has_value(cell)]
         named = [thing.__globals__.get(name) for name in thing.__code__.co_names]
-        inside = [*cells, *(thing.__defaults__ or ()), *(one for one in named if _calls(one))]
+        inside = [*cells, *(thing.__defaults__ or ()), *(one for one in named if _may_hold_modules(one))]
     elif isinstance(thing, (list, tuple)):
         inside = [one for one in thing if isinstance(one, nn.Module)]
     elif isinstance(thing, dict):
         inside = [one for one in thing.values() if isinstance(one, nn.Module)]
     elif isinstance(getattr(type(thing), "__call__", None), types.FunctionType):  # noqa: B004
-        inside = [type(thing).__call__, *_used_by(type(thing).__call__, thing)]
+        inside = [type(thing).__call__, *_attributes_used_by(type(thing).__call__, thing)]
     for one in inside:
         _gather(one, found, seen, depth - 1)
 
 
-def _used_by(function: Any, owner: Any) -> list[Any]:
-    """Return what a method, and the methods it calls, name of their object."""
+def _attributes_used_by(function: Any, owner: Any) -> list[Any]:
+    """Return the attributes of `owner` that a method, and the methods it calls, mention by name."""
     if isinstance(owner, nn.Module):
         return [owner]
     names: set[str] = set()
@@ -191,11 +191,11 @@ def _used_by(function: Any, owner: Any) -> list[Any]:
     return [value for name, value in getattr(owner, "__dict__", {}).items() if name in names]
 
 
-def _calls(thing: Any) -> bool:
+def _may_hold_modules(thing: Any) -> bool:
     return isinstance(thing, (nn.Module, types.FunctionType, types.MethodType, functools.partial))
 
 
-def _filled(cell: Any) -> bool:
+def _has_value(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:
@@ -206,7 +206,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the bits of numbers, as whole numbers: their sum is exact, on any device and in any order."""
+    """Return the bits of numbers as integers, whose sum is exact on any device and in any order."""
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.contiguous().view(_INTEGERS[values.element_size()])
 
@@ -217,8 +217,8 @@ _KINDS: dict[torch.dtype, type[ctypes.c_float] | type[ctypes.c_double]] = {
 }
 
 
-def _number(parameter: Tensor) -> float:
-    """The first number of a parameter, read where it lies: a tenth of the time of asking torch. Elsewhere, nothing."""
+def _first_value(parameter: Tensor) -> float:
+    """Return a parameter's first value, read from its memory in a tenth of the time torch takes; 0.0 off the CPU."""
     kind = _KINDS.get(parameter.dtype)
     if kind is None or not parameter.is_cpu:
         return 0.0

@@ -1,9 +1,9 @@
-"""Weight updaters and version trackers of earlier days: thin shapes over `update_policy_weights_`.
+"""Weight updaters and version counters of TorchRL's older API: thin classes over `update_policy_weights_`.
 
     collector.update_policy_weights_() ──► updater.push_weights ──► _get_server_weights ──► _maybe_map_weights
                                                                 └─► _sync_weights_with_worker, for each worker
 
-A subclass overrides what it must: where weights come from, how they are turned, how they get to a worker.
+A subclass overrides any of the three: where weights come from, how they are converted, how they get to a worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reap.errors import UsageError, WrongArgument, WrongState, warn
 
 
 class WeightUpdaterBase:
-    """Takes weights from where they are made to the workers of a collector.
+    """Sends weights to the workers of a collector.
 
     >>> collector = Collector(env, policy, frames_per_batch=100, weight_updater=MyUpdater())
     """
@@ -29,21 +29,21 @@ class WeightUpdaterBase:
         self.post_hooks: list[Callable[[], Any]] = []
 
     def register_collector(self, collector: Any) -> None:
-        """The collector whose workers are to be updated; it calls this itself."""
+        """Set the collector whose workers are updated; the collector calls this itself."""
         self._collector = collector
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """What `collector.init_updater` was given; for subclasses that need it."""
+        """Receive the arguments of `collector.init_updater`; subclasses override this if they need them."""
 
     @property
     def collector(self) -> Any:
-        """The collector this belongs to."""
+        """The collector this updater belongs to."""
         if self._collector is None:
             raise WrongState(f"{type(self).__name__} belongs to no collector yet; give it as weight_updater")
         return self._collector
 
     def push_weights(self, policy_or_weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """New weights to all workers, or to some."""
+        """Send new weights to all workers, or to `worker_ids`."""
         weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         if isinstance(weights, nn.Module):
             weights = TensorDict.from_module(weights).data
@@ -56,11 +56,11 @@ class WeightUpdaterBase:
             hook()
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
-        """Call this after each update."""
+        """Call this function after each update."""
         self.post_hooks.append(hook)
 
     def all_worker_ids(self) -> Sequence[int]:
-        """The workers there are."""
+        """Return the numbers of all workers."""
         return list(range(getattr(self.collector, "num_workers", 1)))
 
     def _get_server_weights(self) -> Any:
@@ -77,7 +77,7 @@ class WeightUpdaterBase:
 
 
 class VanillaWeightUpdater(WeightUpdaterBase):
-    """Weights from a getter, for a collector in this process."""
+    """Sends the weights a getter returns, for a collector in this process."""
 
     def __init__(self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any = None) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
 
 class MultiProcessedWeightUpdater(VanillaWeightUpdater):
-    """Weights from a getter, for a collector with worker processes."""
+    """Sends the weights a getter returns, for a collector with worker processes."""
 
     def __init__(self, *, get_server_weights: Callable[[], Any] | None = None, policy_weights: Any = None) -> None:
         super().__init__(weight_getter=get_server_weights)
 
 
 class PolicyVersion:
-    """Counts the updates of the collector it is given to, as its `track_policy_version`."""
+    """Counts the weight updates of a collector that gets it as `track_policy_version`."""
 
     def __init__(self, version_type: Any = int) -> None:
         if version_type not in (int, "int"):
@@ -108,7 +108,7 @@ class PolicyVersion:
 
 
 def as_updater(given: Any) -> WeightUpdaterBase | None:
-    """Return what was given as `weight_updater`, or what the factory given makes."""
+    """Return the updater that was given as `weight_updater`, or that the given factory makes."""
     if given is None:
         return None
     warn("weight_updater is deprecated; update_policy_weights_() needs none", DeprecationWarning)

@@ -1,6 +1,6 @@
-"""Weight updates: how weights come from the learner to whoever acts, in every form users give them.
+"""Weight updates: bring weights from the learner to the policies that act, in every form that users give them.
 
-learner ─► update_policy_weights_ ─┬─► "policy": the backend, which counts versions; or a legacy updater, which asks us
+learner ─► update_policy_weights_ ─┬─► "policy": the backend, which counts versions; or a legacy updater, which calls us
                                    └─► any other model: by its path, "env.transform[0].module", "postproc.critic"
 """
 
@@ -20,27 +20,27 @@ from reap.weights.local import by_worker
 from reap.weights.strategy import extract
 
 _PLACES = "'env' and 'postproc'"
-Workers = int | Sequence[int] | None  # one, some, or all of them
+Workers = int | Sequence[int] | None  # one worker, some, or all
 
 
 class WeightUpdates:
-    """What is known of the weights of a collector's workers: their version, and whether they are left behind.
+    """Tracks the weights of a collector's workers: their version, when they were sent, and whether they are stale.
 
-    `interval`: send weights by itself when so many batches were delivered since the last time; -1: never.
+    `interval`: send weights automatically after this many batches; -1: never.
     """
 
     def __init__(self, options: Options, updater: WeightUpdaterBase | None, interval: int = -1) -> None:
         self._options, self.updater, self._interval = options, updater, interval
         self.version = 0
-        self._sent_at = 0  # how many batches had been delivered then
-        self.watch: StalenessWatch | None = None  # while copies act, and nobody has sent them weights yet
+        self._sent_at = 0  # how many batches had been delivered when weights were last sent
+        self.watch: StalenessWatch | None = None  # until all copies that act were sent weights
 
     def due(self, batches: int) -> bool:
-        """Return whether weights are to be sent before the next batch; so many were delivered."""
+        """Return whether to send weights before the next batch, when this many batches were delivered."""
         return self._options.update_at_each_batch or 0 < self._interval <= batches - self._sent_at
 
     def watch_policy(self, policy: Any, who: str, remedy: str, workers: int = 1) -> None:
-        """From now on, look whether the policy is trained and its copies are left behind."""
+        """From now on, watch whether the policy is trained while its copies keep old weights."""
         options = self._options
         by_itself = options.update_at_each_batch or self.updater is not None or self._interval > 0
         if by_itself or options.weight_transport == "none":
@@ -52,33 +52,33 @@ class WeightUpdates:
         self.watch = watch if watch.useful else None
 
     def sent(self, weights: Any, worker_ids: Workers) -> None:
-        """Stop watching for these workers, which were sent weights; go on while others were not."""
+        """Note that these workers were sent weights; stop watching once all were."""
         if self.watch is not None:
             ids = [worker_ids] if isinstance(worker_ids, int) else list(weights) if by_worker(weights) else worker_ids
             self.watch = self.watch if self.watch.sent(ids) else None
 
     def published(self, version: int, batches: int) -> None:
-        """They were sent, as this version, when so many batches had been delivered."""
+        """Note that weights were sent as this version, when this many batches had been delivered."""
         self.version, self._sent_at = version, batches
         count = getattr(self._options.track_policy_version, "increment_version", None)
         if count is not None:
             count()
 
-    def used(self, rollouts: int, *, background: bool) -> None:
-        """So many more rollouts were made; who trains without sending weights is told."""
+    def count_rollouts(self, rollouts: int, *, background: bool) -> None:
+        """Note that this many more rollouts were collected; warn if the policy is trained but never sent."""
         if self.watch is not None and background:
             self.watch.made_in_background(rollouts)
         elif self.watch is not None:
             self.watch.batch_taken()
 
     def resume(self, version: int) -> None:
-        """A checkpoint was loaded: workers have its weights, of this version."""
+        """Note that a checkpoint was loaded, whose weights the workers have, with this version."""
         self.version = version
         if self.watch is not None:
             self.watch.rebase()
 
 
-def models_in(
+def weights_by_model(
     policy_or_weights: Any,
     weights: Any,
     policy: Any,
@@ -86,7 +86,7 @@ def models_in(
     weights_dict: Mapping[str, Any] | None,
     policy_weights: Any,
 ) -> dict[str, Any]:
-    """Return the models that `update_policy_weights_` was given weights for, by name; None: the policy's own."""
+    """Return the weights given to `update_policy_weights_`, by model; None means the model's own weights here."""
     if policy_weights is not None:
         warn("policy_weights is deprecated, use weights", DeprecationWarning)
         weights = policy_weights if weights is None else weights
@@ -105,8 +105,8 @@ def models_in(
     return {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
 
 
-def place_of(path: str) -> str:
-    """Return where a module with this path is, "env" or "postproc"; raises where there can be none."""
+def root_of_path(path: str) -> str:
+    """Return the first part of a model's path, "env" or "postproc"; raise if it is anything else."""
     place = path.replace("[", ".").split(".")[0]
     if place not in ("env", "postproc"):
         raise _unknown(path)
@@ -122,9 +122,10 @@ def load_model(
     ask: Callable[[Callable[[], Any]], Any],
     in_workers: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Load weights into a module elsewhere than in the policy, by its path: in the env, or in `postproc`.
+    """Load weights into a module outside the policy, found by its path in the env or in `postproc`.
 
-    `find` looks for it in this process, if it is here; `in_workers` loads it there, if it is there, too.
+    `find` returns the module in this process; None if it is only in the workers. `in_workers` loads the weights into
+    the workers' modules; None if there are none. `ask` runs the loading between two batches.
     """
     try:
         module: Any = None if find is None else find(path)
@@ -139,12 +140,12 @@ def load_model(
             in_workers(state)
     except (AttributeError, LookupError, WorkerRaised) as cause:
         if isinstance(cause, WorkerRaised) and not isinstance(cause.__cause__, (AttributeError, LookupError)):
-            raise  # it is here, and refuses them
+            raise  # the module exists and refuses the weights
         raise _unknown(path) from cause
 
 
 def _state_of(weights: Any) -> Any:
-    """Weights in any form, as a module's `load_state_dict` takes them."""
+    """Return weights, given in any form, in the form that a module's `load_state_dict` takes."""
     if isinstance(weights, nn.Module):
         return weights.state_dict()
     if isinstance(weights, TensorDictBase):
@@ -157,5 +158,5 @@ class _UnknownModel(UsageError, KeyError):
 
 
 def _unknown(path: str) -> UsageError:
-    """Return the error for a path at which there is no model."""
+    """Return the error for a path that leads to no model."""
     return _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}")
