@@ -1,4 +1,4 @@
-"""RowReader: rows of a ring that others write to meanwhile, as samples.   draw → read → still there? ──► sample"""
+"""RowReader: samples from a ring that is being written to.   draw → read → still not overwritten? ──► sample"""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from reap.buffers.storage.rows import Array, Rows, as_tensordict
 from reap.errors import Starved, WrongIndex, WrongState
 from reap.spec import Key, Leaf, as_key
 
-_PATIENCE = 4  # reads that may be overtaken before writers are held off for one
+_PATIENCE = 4  # reads that writers may overtake before the lock keeps them out for one read
 
 
 class RowReader:
-    """Reads what a sampler draws, or rows by number, and makes samples of them.
+    """Reads rows that a sampler draws, or rows by number, and makes samples of them.
 
-    `tells`: samples hold what is known about their rows. `cuts`: what episodes were cut by when they were written.
+    `tells`: samples contain the info about their rows. `cuts`: by which leaves episodes were split when written.
     """
 
     def __init__(
@@ -35,21 +35,21 @@ class RowReader:
         self._memory, self._sampler, self._cuts, self._tells = memory, sampler, cuts, tells
         self._device, self._pin = device, pin
         self._ahead: MultiStep | None = None
-        self._named = False  # whether it is known that the columns go with what a sample says
+        self._named = False  # whether column names were checked against the names a sample adds
 
     def look_ahead(self, ahead: MultiStep | None) -> None:
-        """Read rows with what lies ahead of them, or without."""
+        """Read n-step rows from now on, by this `MultiStep`; None: single rows."""
         self._ahead, self._named = ahead, False
 
     def check_names(self, columns: Mapping[Key, Leaf]) -> None:
-        """Raise if rows with these columns have a name that a sample uses for something else."""
+        """Raise if one of these columns has a name that a sample uses for something else."""
         if self._tells:
             self._sampler.check_columns(columns)
         if self._ahead is not None:
             self._ahead.check_names(columns)
 
     def draw(self, count: int, generator: torch.Generator | None) -> tuple[Array, dict[Any, Any], dict[Key, Tensor]]:
-        """The numbers of rows the sampler draws, what is to be known about them, and what they hold."""
+        """Return the row numbers that the sampler draws, the info about them, and their columns."""
         memory, sampler = self._memory, self._sampler
         ring = memory.ring
         for _ in range(0 if sampler.alone else _PATIENCE):
@@ -57,29 +57,29 @@ class RowReader:
             try:
                 positions, info = sampler.draw(memory, count, generator)
             except Starved:
-                break  # or so it seems: a whole lap may have gone by between two looks
+                break  # perhaps wrongly: writers may have gone round the ring between two reads; decide under the lock
             rows, columns = self._read(positions)
-            # The first question is the cheap one: nothing drawn is below `low`.
+            # The cheap check first: nothing drawn is below `low`.
             if ring.intact(low) or ring.intact(int(positions.min())):
                 info["index"] = torch.from_numpy(rows)
                 return rows, info, columns
-        with ring.lock.locked():  # nobody reserves what we read
+        with ring.lock.locked():  # no writer can reserve the rows we read
             positions, info = sampler.draw(memory, count, generator)
             rows, columns = self._read(positions)
         info["index"] = torch.from_numpy(rows)
         return rows, info, columns
 
     def at(self, index: Any) -> tuple[Any, Any]:
-        """The rows with these numbers as a sample, and their numbers in the shape of `index`.
+        """Return the rows with these numbers as a sample, and the numbers in the shape of `index`.
 
-        A slice leaves out rows that are being written. Writers wait.
+        A slice skips rows that are being written. Writers wait meanwhile.
         """
         ring = self._memory.ring
-        with ring.lock.locked():  # nobody reserves what we read
+        with ring.lock.locked():  # no writer can reserve the rows we read
             low, high = ring.window()
             try:
                 chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
-            except Exception as error:  # whatever NumPy, or the thing itself, has against it
+            except Exception as error:  # NumPy, or the index object itself, may raise anything
                 raise WrongIndex(f"index {arguments.shown(index)} names no rows of this buffer: {error}") from None
             if high < ring.words[HEAD] or ring.holes(low):
                 whole = np.zeros(ring.capacity, bool)
@@ -93,7 +93,7 @@ class RowReader:
 
     def _read(self, positions: Array) -> tuple[Array, dict[Key, Tensor]]:
         rows = positions % self._memory.capacity
-        if not self._named:  # once: another process may have written them, which does not know what a sample needs
+        if not self._named:  # once: another process may have written rows without knowing which names samples add
             self.check_names(self._rows().layout.columns)
             self._named = True
         if self._ahead is not None:
@@ -107,7 +107,7 @@ class RowReader:
         return rows
 
     def deliver(self, columns: dict[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
-        """A sample of these columns, where it is wanted: a TensorDict, or a bare tensor where that was written."""
+        """Return these columns as a sample on the device: a TensorDict, or a bare tensor if tensors were written."""
         if PLAIN in columns:
             return self._placed(columns[PLAIN])
         if self._tells:
@@ -121,7 +121,7 @@ class RowReader:
 
 
 def _about_rows(columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
-    """Return the columns in which a sample says something about its rows."""
+    """Return `info` as columns of the sample, with "done" set at the end of each slice."""
     told = {as_key(key): value for key, value in info.items()}
     for key, ends in list(told.items()):
         done = (*key[:-1], "done")
@@ -129,5 +129,5 @@ def _about_rows(columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> di
             shape = (-1, *[1] * (columns[done].ndim - 1))
             told[done] = columns[done] | ends.reshape(shape)
             if key in columns:
-                told[key] = columns[key] | ends.reshape(shape)  # one that steps ahead have reached stays
+                told[key] = columns[key] | ends.reshape(shape)  # keeps a flag that n-step rows have set
     return told
