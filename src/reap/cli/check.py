@@ -1,4 +1,4 @@
-"""reap check: try an env, and say in plain words what is wrong with it.
+"""reap check: try an env, and report in plain words what is wrong with it.
 
 reap check CartPole-v1
 reap check my_env.py:make --steps 1000
@@ -15,17 +15,17 @@ from reap.testing import check_env
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said about it."""
+    """Add the arguments of this command."""
     parser.add_argument("env", metavar="ENV", help="a Gymnasium id, or FILE.py:MAKE")
     parser.add_argument("--steps", type=int, default=200, help="how long to play (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: nothing is wrong."""
+    """Check the env. Return 0: an env that is wrong raises."""
     if ":" in args.env:
         make = object_at(args.env)
     else:
-        env_factory(args.env)().close()  # an id that is not registered is told in reap's words
+        env_factory(args.env)().close()  # raises reap's own error if the id is not registered
 
         def make() -> gym.Env[object, object]:
             return gym.make(args.env)

@@ -1,4 +1,4 @@
-"""reap collect: play an env and record whole episodes.
+"""reap collect: run an env and record whole episodes.
 
 reap collect CartPole-v1 --frames 10000 --out runs/cartpole
 reap collect my_env.py:make --policy my_policy.py:make --weights run/ --workers 4 --out data --format minari
@@ -16,7 +16,7 @@ from reap.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said about it."""
+    """Add the arguments of this command."""
     parser.add_argument("env", metavar="ENV", help="a Gymnasium id, or FILE.py:MAKE")
     add_policy_arguments(parser)
     parser.add_argument("--frames", type=int, default=10_000, help="how many to play (default: %(default)s)")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collect, with a progress bar, and say what was written."""
+    """Collect with a progress bar, and print what was written. Return 1 if no episode ended."""
     if args.frames < 1:
         raise UsageError(f"--frames must be at least 1, got {args.frames}")
     make, policy = env_factory(args.env), policy_of(args)

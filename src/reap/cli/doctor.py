@@ -1,4 +1,4 @@
-"""reap doctor: what is installed, what this machine has, and what would go wrong.
+"""reap doctor: show installed libraries and machine resources, and warn of problems.
 
 reap doctor
 """
@@ -21,17 +21,17 @@ _LIBRARIES = (
     *("torch", "tensordict", "gymnasium", "numpy", "torchrl", "ray", "envpool", "pettingzoo", "mujoco", "ale-py"),
     *("jax", "minari", "h5py", "pyarrow", "tensorboard", "wandb", "mlflow-skinny", "av", "pygame", "tqdm", "rich"),
 )
-_DESCRIPTORS = 1024  # a worker takes about ten, a lane in a process three
+_DESCRIPTORS = 1024  # a worker needs about ten, a lane in a process three
 _SHARED = 1 << 30
-_NONE = "–"  # the version of what is not installed
+_NONE = "–"  # shown as the version of libraries that are not installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing can be said about it."""
+    """Add no arguments: this command has none."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: nothing would go wrong."""
+    """Print the report. Return 0 if it has no warnings, else 1."""
     print(f"reap {__version__}, Python {platform.python_version()}, {platform.platform()}\n")
     for name in _LIBRARIES:
         print(f"  {name:14} {_version(name)}")

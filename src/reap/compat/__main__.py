@@ -1,4 +1,4 @@
-"""`python -m reap.compat train.py …`: a whole script with reap's collectors in place of TorchRL's."""
+"""`python -m reap.compat train.py …`: run a script with reap's collectors in place of TorchRL's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
 
 def _run_script(script: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))  # as Python does: what lies beside it can be imported
+        sys.path[0] = os.path.dirname(os.path.realpath(script))  # as Python does: for imports of files beside it
     try:
         with open(script, "rb") as file:
             source = file.read()
@@ -71,11 +71,11 @@ def _found(name: str) -> ModuleSpec | None:
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):
             return None
-        raise  # a package on the way is there, and fails
+        raise  # a parent package exists, but fails to import
 
 
 def _run(code: CodeType, **attributes: Any) -> None:
-    """Run this as `__main__`, and leave it there: threads and what runs at the exit look for it, too."""
+    """Run this as `__main__`, and leave that module in place, because threads and exit handlers use it, too."""
     main = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __cached__=None, **attributes)
     sys.modules["__main__"] = main
@@ -88,7 +88,7 @@ def _refuse(why: str) -> NoReturn:
 
 
 def _hand_on() -> None:
-    """Let every Python process that the script starts do the same: spawned ones, Ray's actors, torchrun's ranks."""
+    """Install reap.compat in every Python process that the script starts: spawned ones, Ray actors, torchrun ranks."""
     startup = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if startup not in paths:

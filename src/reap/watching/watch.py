@@ -1,9 +1,9 @@
 """Watch: a live view of a running collector: `collector.watch()`, and from elsewhere `reap watch PID`.
 
-    collector ◄── looked at once a second, from a thread; nobody is asked and nobody waits ──► Views ──► PageServer
-                                                                                                 └──► registry: a file
+    collector ◄── sampled once a second, from a thread; no call to a worker, no waiting ──► Views ──► PageServer
+                                                                                              └──► registry: a file
 
-It does not keep its collector alive, and ends with it.
+It references its collector only weakly, and ends with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COLLECT = "collect_seconds"
 
 
 class Watch:
-    """A page that shows what a collector is doing.
+    """A web page that shows what a collector is doing.
 
     >>> watch = collector.watch()
     >>> watch.url
@@ -66,7 +66,7 @@ class Watch:
         self._thread.start()
 
     def view(self) -> dict[str, Any]:
-        """What the page shows, as a dictionary."""
+        """Return what the page shows, as a dictionary."""
         collector, now = self._collector(), None
         if collector is not None and not self._over.is_set():
             with contextlib.suppress(RuntimeError):
@@ -75,7 +75,7 @@ class Watch:
             return self._views.view(now)
 
     def stacks(self) -> dict[str, str]:
-        """Where each worker is right now."""
+        """Return the current stack of each worker."""
         collector = self._collector()
         if collector is None:
             raise WrongState("this collector is gone")
@@ -83,7 +83,7 @@ class Watch:
         return found
 
     def close(self) -> None:
-        """Serve no more. May be called twice; a collector does so when it is closed."""
+        """Stop serving. May be called twice. A collector calls it when it is closed."""
         if self._over.is_set() or self._owner != os.getpid():
             return
         self._over.set()
@@ -100,7 +100,7 @@ class Watch:
         return f"Watch({self.url}{', closed' if self._over.is_set() else ''})"
 
     def _repr_html_(self) -> str:
-        """A link, in a notebook."""
+        """Return a link to the page, for notebooks."""
         return f'<a href="{self.url}" target="_blank" rel="noreferrer">watch it</a>'
 
     # ---- looking --------------------------------------------------------------------------------------------------
@@ -109,14 +109,14 @@ class Watch:
         while not self._over.wait(EVERY):
             collector = self._collector()
             if collector is not None:
-                with contextlib.suppress(RuntimeError):  # a dictionary has grown meanwhile: next time
+                with contextlib.suppress(RuntimeError):  # a dictionary changed size meanwhile: skip this sample
                     sample = self._sample(collector)
                     with self._lock:
                         self._views.add(sample)
-            del collector  # nobody is kept alive while this thread waits
+            del collector  # hold no reference while this thread waits
 
     def _saw(self, batch: Any) -> None:
-        """Count the frames of a batch by the age of the weights that made them."""
+        """Count the frames of a batch by their policy lag."""
         collector = self._collector()
         if collector is None:
             return
@@ -129,12 +129,12 @@ class Watch:
             for age, count in zip(ages.tolist(), counts.tolist()):
                 self._lags[max(int(age), 0)] += count
         elif self._views.about.in_step is not False:
-            self._lags[0] += batch.numel()  # made between two updates
+            self._lags[0] += batch.numel()  # all made between two updates
 
     def _sample(self, collector: Any) -> Sample:
-        """What is known here and now; no worker is asked, and errors are left for the collector's owner."""
+        """Return a sample of what this process knows, without calling workers. Errors are left to the collector."""
         if (catch_up := getattr(collector._runner, "catch_up", None)) is not None:
-            catch_up()  # what workers have made by themselves
+            catch_up()  # count what free-running workers have collected
         backend, pipeline = collector._backend, collector._pipeline
         busy, waited = collector._clock.so_far(working=collector._life.busy is not None)
         recent = backend.episodes.recent()
