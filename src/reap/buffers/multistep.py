@@ -1,4 +1,4 @@
-"""MultiStep: n-step returns: the discounted sum of n rewards, and the observation after them.
+"""MultiStep: computes n-step returns: discounted sums of n rewards, and the observation after those steps.
 
     row     t ─────► t+1 ─────► t+2 ─────► t+3              n_steps=3
             r₀       γ·r₁       γ²·r₂
@@ -98,7 +98,7 @@ class MultiStep:
         return at[:, None] + np.minimum(np.arange(steps.max()), steps[:, None] - 1), steps
 
     def _fold(self, columns: dict[Key, Tensor], rewards: dict[Key, Tensor], steps: Array) -> None:
-        """Sum rewards `[count, n_steps, …]` into one per row, and add `gamma` and `steps_to_next_obs`, to `columns`."""
+        """Put summed and original rewards, from `[count, n_steps, …]`, gammas and window lengths into `columns`."""
         ahead = np.arange(steps.max())
         weights = torch.from_numpy(np.where(ahead < steps[:, None], self.gamma**ahead, 0.0))
         for key, each in rewards.items():

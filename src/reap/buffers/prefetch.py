@@ -2,7 +2,7 @@
 
 next ──► requests as many as may wait ──► a thread makes them, one after another ──► returns the oldest
 
-The thread ends on `stop`, when its buffer is collected, and with the program. If it waits for rows then, it gives up.
+The thread ends on `stop`, when its buffer is deleted, and with the program. If it waits for rows then, it gives up.
 """
 
 from __future__ import annotations

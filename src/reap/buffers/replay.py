@@ -273,7 +273,7 @@ class ReplayBuffer:
         return cls(storage=storage, **{**known, **options})
 
     def watch(self, timeout: float | None, worker: int | None = None) -> None:
-        """Raise `WorkerSilent`, which names the process, when a writer or reader blocks others for `timeout` seconds.
+        """Raise `WorkerSilent` from now on, naming the culprit, after waiting `timeout` seconds for another process.
 
         `worker`: the number under which other processes' errors name this one. A collector calls this on its own buffer
         and in its workers.

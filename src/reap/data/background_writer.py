@@ -28,7 +28,7 @@ AHEAD = 1 << 26  # bytes of queued episodes from which on `ready` blocks
 
 
 class _Work:
-    """State shared with the thread. It does not reference the `BackgroundWriter`, so that this can be collected."""
+    """State shared with the thread. It holds no reference to the `BackgroundWriter`, which can thus be deleted."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

@@ -49,7 +49,7 @@ _VERSION = 1
 
 
 class Dataset(Sequence[TensorDict]):
-    """The episodes of a recording. `dataset[3]` is one episode, a TensorDict `[steps]`; `frames` are those of all.
+    """The episodes of a recording. `dataset[3]` is one, a TensorDict `[steps]`; `frames` are those of all episodes.
 
     >>> dataset = load("runs/cartpole")
     >>> buffer.extend(dataset.frames)
@@ -273,7 +273,7 @@ def record(
     seed: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> CollectorRecording:
-    """Write the episodes that a collector collects to disk, as they end.
+    """Write a collector's episodes to disk, as they end.
 
     >>> for batch in record(collector, "runs/cartpole", format="minari"):
     ...     train(batch)                     # as without a recording
@@ -283,8 +283,8 @@ def record(
     Args:
         collector: any collector that delivers batches in this process, to you or to a replay buffer.
         path: a new directory; for "hdf5" and "npz" a new file.
-        format: "minari", "parquet", "lerobot", "hdf5" (D4RL), "npz" or "memmap"; None: by the
-            suffix of the path, else "memmap".
+        format: "minari", "parquet", "lerobot", "hdf5" (D4RL), "npz" or "memmap"; None: by the suffix of the path,
+            else "memmap".
         keys: the entries of a batch to store; None: all.
         unfinished: also write the episodes that have not ended when the recording is closed.
         env: the env's name, for the metadata; None: its Gymnasium id.

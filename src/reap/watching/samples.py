@@ -62,7 +62,7 @@ class About:
     name: str
     pid: int
     total: float
-    in_step: bool | None  # whether workers wait for one another; None: there is one, in this process
+    in_step: bool | None  # whether workers wait for one another; None: a single worker, in this process
     frames_per_batch: int
     cores: int
 
