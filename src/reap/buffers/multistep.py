@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from reap.buffers import arguments
-from reap.buffers.samplers import nothing, refuse_taken
+from reap.buffers.samplers import check_names_free, empty_buffer
 from reap.buffers.storage.buffer_files import BufferFiles
 from reap.buffers.storage.episode_index import Cuts, Marker
 from reap.errors import UsageError, WrongArgument
@@ -53,7 +53,7 @@ class MultiStep:
         """Return the rows at these positions as n-step rows. `cuts` are those the rows were written with."""
         rows = memory.rows
         if rows is None:
-            raise nothing()
+            raise empty_buffer()
         columns = list(rows.layout.columns)
         cuts.check(columns)
         rewards = _rewards(columns)
@@ -62,7 +62,7 @@ class MultiStep:
         last = window[:, -1]
         elsewhere = {key: window if key in rewards else last for key in columns if key[0] == "next"}
         found = rows.read(window[:, 0], elsewhere)
-        self._fold(found, {key: found[key] for key in rewards}, steps)
+        self._discount(found, {key: found[key] for key in rewards}, steps)
         return found
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
@@ -78,11 +78,11 @@ class MultiStep:
         keys = [("next", *as_key(key)) for key in after.keys(True, True)]
         rewards = {key: after[key[1:]][torch.from_numpy(window)] for key in _rewards(keys)}
         after = after[torch.from_numpy(np.ascontiguousarray(window[:, -1]))]
-        told: dict[Key, Tensor] = {}
-        self._fold(told, rewards, steps)
+        columns: dict[Key, Tensor] = {}
+        self._discount(columns, rewards, steps)
         out = batch.copy()
         out["next"] = after.reshape(shape)
-        for key, value in told.items():
+        for key, value in columns.items():
             out[key] = value.reshape(*shape, *value.shape[1:])
         return out
 
@@ -90,14 +90,14 @@ class MultiStep:
         """Raise if one of these columns has the name of an entry that MultiStep adds to a sample."""
         columns = list(columns)
         rewards = [(*key[:-1], "original_reward") for key in columns if key[0] == "next" and key[-1] == "reward"]
-        refuse_taken(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to a sample")
+        check_names_free(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to a sample")
 
     def _window(self, at: Array, ends: Array) -> tuple[Array, Array]:
         """Return the indices of each window, `[count, ≤ n_steps]`, the last one repeated as padding; and its length."""
         steps = np.clip(ends - at, 1, self.n_steps)  # 1 for a row overwritten meanwhile; it will be drawn again
         return at[:, None] + np.minimum(np.arange(steps.max()), steps[:, None] - 1), steps
 
-    def _fold(self, columns: dict[Key, Tensor], rewards: dict[Key, Tensor], steps: Array) -> None:
+    def _discount(self, columns: dict[Key, Tensor], rewards: dict[Key, Tensor], steps: Array) -> None:
         """Put summed and original rewards, from `[count, n_steps, …]`, gammas and window lengths into `columns`."""
         ahead = np.arange(steps.max())
         weights = torch.from_numpy(np.where(ahead < steps[:, None], self.gamma**ahead, 0.0))

@@ -23,7 +23,7 @@ from reap.errors import Starved, WorkerSilent
 
 T = TypeVar("T")
 _DEADLINE = 5.0  # seconds for the thread to end: to finish one sample and its transforms
-_all: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
+_open: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
 
 
 class Prefetch(Generic[T]):
@@ -34,21 +34,21 @@ class Prefetch(Generic[T]):
         self._ahead = ahead
         self._tasks: queue.SimpleQueue[tuple[Callable[[], T], Future[T]] | None] = queue.SimpleQueue()
         self._prepared: deque[Future[T]] = deque()
-        self._turn = threading.RLock()  # reentrant: a finalizer may call `leave` while its thread holds it
+        self._lock = threading.RLock()  # reentrant: a finalizer may call `request_stop` while its thread holds it
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name="reap-prefetch", daemon=True)
         atexit.unregister(_stop_all)  # registered once only
         atexit.register(_stop_all)  # without it, the daemon thread would be killed in the middle of native code
-        _all.add(self)
+        _open.add(self)
         guard(self)
         self._thread.start()
 
     def in_fork(self, why: str) -> None:
         """Called in a fork, where the thread does not run: there is nothing to stop."""
-        _all.discard(self)
+        _open.discard(self)
 
     def next(self, make: Callable[[], T]) -> T:
         """Return the oldest sample, and have the thread make the following ones by `make`."""
-        with self._turn:
+        with self._lock:
             while len(self._prepared) <= self._ahead:
                 future: Future[T] = Future()
                 self._prepared.append(future)
@@ -57,24 +57,24 @@ class Prefetch(Generic[T]):
         try:
             return oldest.result()
         except Starved:
-            self.forget()  # the samples requested with it are as outdated
+            self.discard()  # the samples requested with it are as outdated
             raise
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the prepared samples, and cancel the pending ones."""
-        with self._turn:
+        with self._lock:
             while self._prepared:
                 self._prepared.popleft().cancel()
 
     def stop(self, timeout: float = _DEADLINE) -> None:
         """End the thread and wait for it. May be called twice."""
-        self.leave()
+        self.request_stop()
         join(self._thread, timeout, "the thread that prepares samples")
 
-    def leave(self) -> None:
+    def request_stop(self) -> None:
         """Tell the thread to end, without waiting for it."""
         self.closing.set()
-        self.forget()
+        self.discard()
         self._tasks.put(None)
 
 
@@ -90,6 +90,6 @@ def _work(tasks: queue.SimpleQueue[tuple[Callable[[], T], Future[T]] | None]) ->
 
 
 def _stop_all() -> None:
-    for one in list(_all):
+    for one in list(_open):
         with contextlib.suppress(WorkerSilent):
             one.stop(1.0)

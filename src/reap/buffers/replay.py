@@ -31,7 +31,7 @@ from reap.buffers.prefetch import Prefetch
 from reap.buffers.row_reader import RowReader
 from reap.buffers.row_source import Feed, sample_while
 from reap.buffers.samplers import RandomSampler, Sampler
-from reap.buffers.snapshots import dump, restore, snapshot, undump
+from reap.buffers.snapshots import dump, load_dump, restore, snapshot
 from reap.buffers.storage.batch_writer import BatchWriter, as_batch
 from reap.buffers.storage.buffer_files import BufferFiles
 from reap.buffers.storage.ring import COUNT
@@ -65,7 +65,7 @@ class ReplayBuffer:
         limiter: `SamplesPerInsert` keeps a ratio between the rows a background collector writes and those sampled.
     """
 
-    _tells = False  # whether samples contain the info about their rows (index, weights, slice ends)
+    _with_info = False  # whether samples contain the info about their rows (index, weights, slice ends)
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class ReplayBuffer:
         self._memory: BufferFiles = self._storage.open()
         self._cuts = self._storage.cuts or self._sampler.cuts
         self._reader = RowReader(
-            self._memory, self._sampler, self._cuts, tells=self._tells, device=self._storage.device, pin=pin
+            self._memory, self._sampler, self._cuts, with_info=self._with_info, device=self._storage.device, pin=pin
         )
         self._writer = BatchWriter(self._memory, self._cuts, self._reader.check_names)
         self._set_transforms(transforms)
-        self._sampling = threading.RLock()  # guards the state of the sampler; rows need no lock
-        self._prefetch, self._last = prefetch, False
-        self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
-        renew(self, _sampling=threading.RLock, _pool=lambda: None)  # a fork shares the rows, but not our threads
+        self._sampler_lock = threading.RLock()  # guards the state of the sampler; rows need no lock
+        self._ahead, self._round_ended = prefetch, False
+        self._prefetcher: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
+        renew(self, _sampler_lock=threading.RLock, _prefetcher=lambda: None)  # a fork has the rows, but not our threads
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
@@ -133,11 +133,11 @@ class ReplayBuffer:
 
     def empty(self) -> None:
         """Remove all rows."""
-        with self._sampling:
+        with self._sampler_lock:
             self._memory.ring.empty()
             self._sampler.empty()
-            if self._pool is not None:
-                self._pool.forget()
+            if self._prefetcher is not None:
+                self._prefetcher.discard()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -148,14 +148,14 @@ class ReplayBuffer:
         count = batch_size or self._batch_size
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
-        if self._prefetch and batch_size in (None, self._batch_size):
-            if (pool := self._pool) is None:
-                with self._sampling:  # if several threads sample at once, only one creates the pool
-                    pool = self._pool = self._pool or Prefetch(self._prefetch)
-            make = functools.partial(self._sample, count, pool.closing.is_set, threading.get_ident())
-            sample, info, self._last = pool.next(make)
+        if self._ahead and batch_size in (None, self._batch_size):
+            if (prefetcher := self._prefetcher) is None:
+                with self._sampler_lock:  # if several threads sample at once, only one creates it
+                    prefetcher = self._prefetcher = self._prefetcher or Prefetch(self._ahead)
+            make = functools.partial(self._sample, count, prefetcher.closing.is_set, threading.get_ident())
+            sample, info, self._round_ended = prefetcher.next(make)
         else:
-            sample, info, self._last = self._sample(count)
+            sample, info, self._round_ended = self._sample(count)
         return (sample, info) if return_info else sample
 
     def sample_while(self, collector: Any, batch_size: int | None = None, return_info: bool = False) -> Iterator[Any]:
@@ -173,11 +173,11 @@ class ReplayBuffer:
         return sample_while(collector, functools.partial(self.sample, batch_size, return_info), lambda: self.owed)
 
     def _sample(
-        self, count: int, closing: Callable[[], bool] | None = None, asker: int | None = None
+        self, count: int, closing: Callable[[], bool] | None = None, for_thread: int | None = None
     ) -> tuple[Any, dict[Any, Any], bool]:
         """Return a sample, its info, and whether it is the last of a round. Wait for missing rows until `closing()`.
 
-        `asker`: the thread that the sample is for, if it is not the calling one.
+        `for_thread`: the thread that the sample is for, if it is not the calling one.
         """
         since, released = None, False
         while True:
@@ -188,12 +188,12 @@ class ReplayBuffer:
                     raise
                 since = since or time.monotonic()
                 patience = None if self.limiter is None else self.limiter.timeout
-                released = self.feed.wait(why, since, patience, asker)
+                released = self.feed.wait(why, since, patience, for_thread)
 
     def _sample_now(self, count: int, *, limited: bool = True) -> tuple[Any, dict[Any, Any], bool]:
         """Like `_sample`, but raise `Starved` instead of waiting. Not `limited`: the limiter no longer applies."""
         limiter = self.limiter if limited else None
-        with self._sampling:
+        with self._sampler_lock:
             if limiter is not None:
                 limiter.check(self._memory.ring)
             try:
@@ -227,8 +227,8 @@ class ReplayBuffer:
         """Yield samples: without replacement until every row was seen once, with other samplers for ever."""
         if self._batch_size is None:
             raise WrongState("no batch_size: give one to the buffer to iterate over it")
-        self._last = False
-        while not self._last:
+        self._round_ended = False
+        while not self._round_ended:
             yield self.sample()
 
     def next(self) -> Any:
@@ -245,7 +245,7 @@ class ReplayBuffer:
         if isinstance(index, tuple) and index:
             index = index[0]
         rows, values = np.atleast_1d(_array(index, "index")), np.atleast_1d(_array(priority, "priority", torch.float64))
-        with self._sampling:
+        with self._sampler_lock:
             self._sampler.update_priority(self._memory, rows, values)
 
     # ---- sharing ------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return rows, marks and the sampler's state, rows in the order of the ring. Writers wait meanwhile."""
-        with self._sampling:
+        with self._sampler_lock:
             return snapshot(self._memory, self._sampler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -299,10 +299,10 @@ class ReplayBuffer:
         In a larger storage the oldest row becomes row 0, and new rows are written after the newest.
         A state that is damaged, or of another kind of buffer, raises an error and changes nothing.
         """
-        with self._sampling:
+        with self._sampler_lock:
             restore(self._memory, self._sampler, state)
-            if self._pool is not None:
-                self._pool.forget()
+            if self._prefetcher is not None:
+                self._prefetcher.discard()
 
     def dumps(self, path: str | Path) -> None:
         """Write everything to a directory. A dump already there stays intact until the new one is complete."""
@@ -310,7 +310,7 @@ class ReplayBuffer:
 
     def loads(self, path: str | Path) -> None:
         """Read back what `dumps` wrote. A damaged dump raises `CorruptState` and changes nothing."""
-        self.load_state_dict(undump(path))
+        self.load_state_dict(load_dump(path))
 
     dump = save = dumps
     load = loads
@@ -368,7 +368,7 @@ class ReplayBuffer:
 
     def _set_transforms(self, transforms: Transforms) -> None:
         self._transforms = transforms
-        self._reader.look_ahead(transforms.ahead)
+        self._reader.set_multistep(transforms.multistep)
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Set the source of random numbers."""
@@ -376,15 +376,15 @@ class ReplayBuffer:
 
     def shutdown(self) -> None:
         """End the thread that prepares samples."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool = None
+        if self._prefetcher is not None:
+            self._prefetcher.stop()
+            self._prefetcher = None
 
     def __del__(self) -> None:
         if contextlib is not None:  # None while the interpreter shuts down: nothing to do then
             with contextlib.suppress(Exception):
-                if self._pool is not None:
-                    self._pool.leave()
+                if self._prefetcher is not None:
+                    self._prefetcher.request_stop()
 
     def __repr__(self) -> str:
         parts = f"storage={self._storage}, sampler={self._sampler}, batch_size={self._batch_size}"

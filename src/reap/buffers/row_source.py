@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from reap.errors import Starved, UsageError, WrongArgument, WrongState
 
-_LOOK = 0.001  # seconds between polls: rows of other processes give us no handle to wait on
+_POLL = 0.001  # seconds between polls: rows of other processes give us no handle to wait on
 _PATIENCE = 60.0  # seconds without a single new row
 
 
@@ -63,11 +63,11 @@ class Feed:
                 f"sample_while samples while a collector runs: {type(source).__name__}.start() comes first"
             )
 
-    def wait(self, why: Starved, since: float, patience: float | None = None, asker: int | None = None) -> bool:
+    def wait(self, why: Starved, since: float, patience: float | None = None, for_thread: int | None = None) -> bool:
         """Wait a moment before a reader that lacks rows `since` then tries again, or raise `why`.
 
         Return True if all sources have ended: the next try is the last. `patience`: seconds to wait for writers that
-        are not attached here; None: do not wait for them. The time of a pause does not count, unless `asker`, the
+        are not attached here; None: do not wait for them. The time of a pause does not count, unless `for_thread`, the
         thread that the sample is for, began the pause.
         """
         sources = list(self._sources)
@@ -80,13 +80,13 @@ class Feed:
             if all(source.over() for source in sources):
                 return True
             raise why
-        now, asker = time.monotonic(), threading.get_ident() if asker is None else asker
-        if any(source.paused_without(asker) for source in sources):
+        now, for_thread = time.monotonic(), threading.get_ident() if for_thread is None else for_thread
+        if any(source.paused_without(for_thread) for source in sources):
             self._paused_at = now
         waited, limit = now - max(since, self._paused_at), _PATIENCE if patience is None else patience
         if waited > limit:
             raise Starved(f"{why}; nothing came for {waited:.0f} s")
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
         return False
 
 

@@ -27,7 +27,7 @@ from reap.spec import AnyKey, Key, Leaf, show
 Array = np.ndarray[Any, Any]
 Info = dict[Any, torch.Tensor]
 _TRIES = 16
-_own = threading.local()
+_scratch = threading.local()
 
 
 class Sampler:
@@ -44,7 +44,7 @@ class Sampler:
 
     def check_columns(self, columns: Mapping[Key, Leaf]) -> None:
         """Raise if one of these columns has the name of an entry that the sampler adds to samples."""
-        refuse_taken(columns, [("index",), *self.says], "a sample says about itself")
+        check_names_free(columns, [("index",), *self.says], "a sample says about itself")
 
     def update_priority(self, memory: BufferFiles, index: Array, priority: Array) -> None:
         """Set priorities; does nothing in samplers that have none."""
@@ -71,12 +71,12 @@ class Sampler:
         return f"{type(self).__name__}()"
 
 
-def nothing() -> Starved:
+def empty_buffer() -> Starved:
     """Return the error for a buffer without rows."""
     return Starved("cannot sample: the buffer is empty; extend it first")
 
 
-def refuse_taken(columns: Iterable[Key], names: Iterable[Key], who: str) -> None:
+def check_names_free(columns: Iterable[Key], names: Iterable[Key], who: str) -> None:
     """Raise if a column has one of these names, is nested in it, or contains it."""
     for name in names:
         for key in columns:
@@ -100,7 +100,7 @@ class RandomSampler(Sampler):
         ring = memory.ring
         low, high = ring.window()
         if low == high:
-            raise nothing()
+            raise empty_buffer()
         positions = _between(low, high, count, generator)
         if not ring.holes(low):
             return positions, {}
@@ -109,7 +109,7 @@ class RandomSampler(Sampler):
             if not len(bad):
                 return positions, {}
             positions[bad] = _integers(high - low, len(bad), generator) + low
-        live = _live(memory, low, high)
+        live = _without_holes(memory, low, high)
         return live[_integers(len(live), count, generator)], {}
 
 
@@ -133,7 +133,7 @@ class SamplerWithoutReplacement(Sampler):
         low, high = memory.ring.window()
         left = self._left[self._left >= low]
         if len(left) < (count if self.drop_last else 1):
-            left = _live(memory, low, high)
+            left = _without_holes(memory, low, high)
             if self.shuffle:
                 left = left[torch.randperm(len(left), generator=generator).numpy()]
             if self.drop_last and len(left) < count:
@@ -210,7 +210,7 @@ class PrioritizedSampler(Sampler):
         self._catch_up(memory)
         tree, total = self._tree, self._tree.total
         if not total:
-            _live(memory, self._low, self._high)  # raises if no row is left, for instance because writers died
+            _without_holes(memory, self._low, self._high)  # raises if no row is left, for instance because writers died
             raise WrongState("every priority is zero: there is none to draw")
         rows = tree.draw(torch.rand(count, dtype=torch.float64, generator=generator).numpy())
         # Weights in float64 and as one power of the ratio: small priorities neither overflow nor lose their digits.
@@ -228,10 +228,10 @@ class PrioritizedSampler(Sampler):
         if (low, high) == (self._low, self._high):
             return
         value = self._power(np.array(self.default_priority))
-        for first, end in _pieces(self._low, min(low, self._high), memory.capacity):
+        for first, end in _row_ranges(self._low, min(low, self._high), memory.capacity):
             self._tree.fill(first, end, 0.0)
         fresh = max(self._high, low)
-        for first, end in _pieces(fresh, high, memory.capacity):
+        for first, end in _row_ranges(fresh, high, memory.capacity):
             holes = ring.holes(low)
             self._tree.fill(first, end, np.where(ring.marks[first:end] == HOLE, 0.0, value) if holes else value)
         self._low, self._high = low, high
@@ -355,7 +355,7 @@ class SliceSampler(Sampler):
         slices, length = self._shape(count)
         starts, lengths = memory.runs.table()
         if not len(starts):
-            raise nothing()
+            raise empty_buffer()
         self.cuts.check(memory.rows.layout.columns if memory.rows is not None else ())
         least = length if self.strict_length else self.burn_in + 1
         fit = lengths >= least
@@ -372,12 +372,12 @@ class SliceSampler(Sampler):
         starts = starts + (torch.rand(slices, dtype=torch.float64, generator=generator).numpy() * room).astype(np.int64)
         at = np.arange(length)
         inside: Any = slice(None) if self.strict_length else (at < sizes[:, None]).reshape(-1)
-        told: Info = {}
+        info: Info = {}
         if self.truncated_key is not None:
-            told[self.truncated_key] = torch.from_numpy((at == sizes[:, None] - 1).reshape(-1, 1)[inside])
+            info[self.truncated_key] = torch.from_numpy((at == sizes[:, None] - 1).reshape(-1, 1)[inside])
         if self.burn_in:
-            told["burn_in"] = torch.from_numpy(np.tile(at < self.burn_in, slices)[inside])
-        return (starts[:, None] + at).reshape(-1)[inside], told
+            info["burn_in"] = torch.from_numpy(np.tile(at < self.burn_in, slices)[inside])
+        return (starts[:, None] + at).reshape(-1)[inside], info
 
     def _check_burn_in(self, length: int | None) -> None:
         if length is not None and self.burn_in >= length:
@@ -402,11 +402,11 @@ class SliceSampler(Sampler):
 
 def _between(low: int, high: int, count: int, generator: torch.Generator | None) -> Array:
     """Return random numbers in [low, high), in memory that this thread's next call overwrites."""
-    if getattr(_own, "count", None) != count:
-        _own.count, _own.drawn = count, torch.zeros(count, dtype=torch.int64)
-        _own.seen = _own.drawn.numpy()
-    _own.drawn.random_(low, high, generator=generator)
-    seen: Array = _own.seen
+    if getattr(_scratch, "count", None) != count:
+        _scratch.count, _scratch.drawn = count, torch.zeros(count, dtype=torch.int64)
+        _scratch.seen = _scratch.drawn.numpy()
+    _scratch.drawn.random_(low, high, generator=generator)
+    seen: Array = _scratch.seen
     return seen
 
 
@@ -415,17 +415,17 @@ def _integers(below: int, count: int, generator: torch.Generator | None) -> Arra
     return drawn
 
 
-def _live(memory: BufferFiles, low: int, high: int) -> Array:
+def _without_holes(memory: BufferFiles, low: int, high: int) -> Array:
     """Return all positions in [low, high) except holes."""
     live = np.arange(low, high)
     if memory.ring.holes(low):
         live = live[memory.ring.marks_of(low, high) != HOLE]
     if not len(live):
-        raise nothing()
+        raise empty_buffer()
     return live
 
 
-def _pieces(low: int, high: int, capacity: int) -> list[tuple[int, int]]:
+def _row_ranges(low: int, high: int, capacity: int) -> list[tuple[int, int]]:
     """Return positions [low, high) as ranges of row numbers: one, or two if they wrap around the ring."""
     if high <= low:
         return []

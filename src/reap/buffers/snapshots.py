@@ -65,11 +65,11 @@ def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> 
     """Replace the contents of a buffer by a snapshot. An error leaves the buffer unchanged."""
     ring = memory.ring
     _check(state, ring.capacity)
-    with ring.alone():  # active writers would write over the restored rows
+    with ring.exclusive():  # active writers would write over the restored rows
         if lacking := sampler.state_dict().keys() - state["sampler"].keys():
             raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
         same = state["capacity"] == ring.capacity
-        state, grown = (state, 0) if same else _from_row_0(state, sampler, ring.capacity)
+        state, grown = (state, 0) if same else _resized(state, sampler, ring.capacity)
         sampler.check_state(state["sampler"], state["words"]["head"])
         columns, marks = state["rows"], as_array(state["marks"])
         shapes = {k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()}
@@ -95,15 +95,15 @@ def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> 
         ring.words[FRONTIER] = head  # last: makes the rows readable
 
 
-def _from_row_0(state: Mapping[str, Any], sampler: Sampler, capacity: int) -> tuple[dict[str, Any], int]:
+def _resized(state: Mapping[str, Any], sampler: Sampler, capacity: int) -> tuple[dict[str, Any], int]:
     """Convert the state of a smaller buffer to one of `capacity` rows, in which its oldest row is row 0.
 
     Return the new state, and the position of that row.
     """
     words = state["words"]
     first = words["head"] - len(state["marks"])
-    told = sampler.grown(state["sampler"], state["capacity"], capacity, first)
-    return {**state, "sampler": told, "words": {**words, "base": first}}, first
+    sampler_state = sampler.grown(state["sampler"], state["capacity"], capacity, first)
+    return {**state, "sampler": sampler_state, "words": {**words, "base": first}}, first
 
 
 def _check(state: Any, capacity: int) -> None:
@@ -186,7 +186,7 @@ def _before(path: Path) -> str:
     return "the dump from before is whole" if (path / _MANIFEST).exists() else "nothing was written"
 
 
-def undump(path: Any) -> dict[str, Any]:
+def load_dump(path: Any) -> dict[str, Any]:
     """Read a snapshot back. Raise `CorruptState` for anything that differs from what was written."""
     path = directory(path, "path")
     try:

@@ -23,7 +23,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     >>> buffer.update_tensordict_priority(sample)
     """
 
-    _tells = True
+    _with_info = True
 
     def __init__(self, *, priority_key: AnyKey = "td_error", **options: Any) -> None:
         super().__init__(**options)

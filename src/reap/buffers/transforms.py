@@ -13,7 +13,7 @@ from reap.errors import UsageError, WrongArgument
 
 
 class Transforms:
-    """The transforms of a buffer. A `MultiStep`, which reads rows by itself, is kept in `ahead` and not called."""
+    """The transforms of a buffer. A `MultiStep`, which reads rows by itself, is kept in `multistep` and not called."""
 
     def __init__(self, given: Sequence[Any]) -> None:
         for transform in given:
@@ -26,8 +26,8 @@ class Transforms:
                 "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
             )
         self.all = tuple(given)
-        self.ahead: MultiStep | None = given[0] if given and isinstance(given[0], MultiStep) else None
-        self._called = self.all[self.ahead is not None :]
+        self.multistep: MultiStep | None = given[0] if given and isinstance(given[0], MultiStep) else None
+        self._called = self.all[self.multistep is not None :]
 
     def inserted(self, index: int, transform: Any) -> Transforms:
         """Return these transforms and one more before the one at `index`."""

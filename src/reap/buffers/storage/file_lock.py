@@ -28,9 +28,9 @@ from typing import Any
 from reap._system.forks import renew
 from reap.errors import WorkerSilent
 
-_LAP = 0.0005  # seconds between polls: another process gives us no handle to wait on
-_ONCE = 0.1  # the most seconds one poll counts for: it takes longer only while this process itself is stopped
-_WORD = 60.0  # seconds after which waiting is mentioned in the log
+_POLL = 0.0005  # seconds between polls: another process gives us no handle to wait on
+_MOST_PER_POLL = 0.1  # the most seconds one poll counts for: it takes longer only while this process itself is stopped
+_LOG_AFTER = 60.0  # seconds after which waiting is mentioned in the log
 _FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, process
 _log = logging.getLogger("reap")
 
@@ -44,9 +44,9 @@ class FileLock:
     def __init__(self, fd: int) -> None:
         self.fd, self._fds = fd, [fd]
         self._threads, self._depth = threading.RLock(), 0
-        self._mine: set[int] = set()
+        self._claimed: set[int] = set()
         self.patience: float | None = None  # seconds this process waits for another one; None: without limit
-        renew(self, _threads=threading.RLock, _depth=int, _mine=set)  # a fork inherits our memory, not our locks
+        renew(self, _threads=threading.RLock, _depth=int, _claimed=set)  # a fork inherits our memory, not our locks
 
     def __del__(self) -> None:
         for fd in () if contextlib is None else self._fds:  # None while the interpreter shuts down
@@ -73,7 +73,7 @@ class FileLock:
             return
         waiting = Waiting(self.patience)
         while not self._try():
-            waiting.lap(None, self._whose)
+            waiting.poll(None, self._describe_holder)
 
     def _try(self) -> bool:
         try:
@@ -82,7 +82,7 @@ class FileLock:
             return False
         return True
 
-    def _whose(self) -> str:
+    def _describe_holder(self) -> str:
         """Describe the process that holds the lock."""
         pid = 0
         if sys.platform == "linux":
@@ -92,18 +92,18 @@ class FileLock:
 
     def claim(self, entry: int) -> bool:
         """Mark the writer of `entry` as alive; False if it already is. Call inside `locked` only."""
-        if entry in self._mine:
+        if entry in self._claimed:
             return False
         try:
             fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + entry)
         except OSError:
             return False
-        self._mine.add(entry)
+        self._claimed.add(entry)
         return True
 
     def release(self, entry: int) -> None:
         """Clear the mark that the writer of `entry` is alive. Call inside `locked` only."""
-        self._mine.discard(entry)
+        self._claimed.discard(entry)
         fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, 1 + entry)
 
 
@@ -112,23 +112,23 @@ class Waiting:
 
     def __init__(self, patience: float | None) -> None:
         self._patience, self._seconds, self._whom = patience, 0.0, object()
-        self._mentioned = False
+        self._logged = False
 
-    def lap(self, whom: Any, who: Callable[[], str]) -> None:
-        """Sleep briefly; raise `WorkerSilent`, which names `who()`, after too long a wait for the same `whom`."""
+    def poll(self, whom: Any, describe: Callable[[], str]) -> None:
+        """Sleep briefly; raise `WorkerSilent`, which names `describe()`, after too long a wait for the same `whom`."""
         if whom != self._whom:
             self._whom, self._seconds = whom, 0.0
         before = time.monotonic()
-        time.sleep(_LAP)
-        self._seconds += min(time.monotonic() - before, _ONCE)
+        time.sleep(_POLL)
+        self._seconds += min(time.monotonic() - before, _MOST_PER_POLL)
         if self._patience is not None and self._seconds > self._patience:
             raise WorkerSilent(
-                f"{who()} for {self._seconds:.1f} s (timeout={self._patience:g}), and everybody waits for it; "
+                f"{describe()} for {self._seconds:.1f} s (timeout={self._patience:g}), and everybody waits for it; "
                 f"let it go on, or end it: what it was writing is given up then"
             )
-        if self._seconds > _WORD and not self._mentioned:
-            self._mentioned = True
-            _log.warning("%s for %.0f s, and everybody waits for it (timeout=None)", who(), self._seconds)
+        if self._seconds > _LOG_AFTER and not self._logged:
+            self._logged = True
+            _log.warning("%s for %.0f s, and everybody waits for it (timeout=None)", describe(), self._seconds)
 
 
 def describe_process(pid: int, worker: int | None = None) -> str:

@@ -9,7 +9,7 @@ meanwhile come round to the rows it read.
 
 A writer that is killed leaves its entry behind, and the kernel drops the lock that marked it as alive. The next process
 that finds the entry turns its rows into a hole, which no reader counts and the next lap overwrites.
-Every row has a mark: GOES_ON (continues the row before it), BEGINS (begins a run), or HOLE. A run is one lane's rows of
+Every row has a mark: it CONTINUES the run of the row before it, BEGINS a run, or is a HOLE. A run is one lane's rows of
 one episode by one writer, without a gap.
 
 Words change in an order that allows a process to die between any two changes: see the comment at each.
@@ -28,7 +28,7 @@ import numpy as np
 from reap.buffers.storage.file_lock import FileLock, Waiting, describe_process
 
 Array = np.ndarray[Any, Any]
-GOES_ON, BEGINS, HOLE = 0, 1, 2
+CONTINUES, BEGINS, HOLE = 0, 1, 2
 
 HEAD, FRONTIER, COUNT, HOLES, BASE, LAYOUT, SAMPLED = range(7)  # words of the header
 _ENTRIES = 64  # the most writers at work at the same time
@@ -46,7 +46,7 @@ class Ring:
         self.marks = book[HEADER : HEADER + capacity]
         self._entries, self._writers = np.split(self.words[_FROM:].reshape(_ENTRIES, 4), 2, axis=1)
         self.worker: int | None = None  # the number of this worker process, if known
-        self._stuck: tuple[int, int] | None = None
+        self._last_gap: tuple[int, int] | None = None
 
     # ---- writers ------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Ring:
                 # More than rows still being written must not be overwritten: a slow writer holds back the frontier,
                 # and half of the ring must stay readable behind it, however far ahead other writers could run.
                 limit = head + count - self.capacity // 2
-                self._bury(before=limit)
+                self._clear_dead_writers(before=limit)
                 active = self._entries[:, 1] > 0
                 behind = active & (self._entries[:, 0] < limit)
                 if not behind.any():
@@ -74,27 +74,27 @@ class Ring:
                             self.words[HEAD] = head + count
                             return head, entry
                     behind = active  # all entries are in use: wait for any
-            self._lap(waiting, behind)
+            self._wait(waiting, behind)
 
-    def _lap(self, waiting: Waiting, whom: Array) -> None:
+    def _wait(self, waiting: Waiting, whom: Array) -> None:
         """Wait a little for the entry with the lowest position among these."""
         first = int(np.where(whom, self._entries[:, 0], np.iinfo(np.int64).max).argmin())
         (start, end), (pid, worker) = self._entries[first].tolist(), self._writers[first].tolist()
         who = functools.partial(describe_process, pid, worker - 1 if worker else None)
-        waiting.lap((first, start), lambda: f"{who()} has been writing {end - start} rows to the replay buffer")
+        waiting.poll((first, start), lambda: f"{who()} has been writing {end - start} rows to the replay buffer")
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Hold the lock while no writer is active; wait for active writers first, as `reserve` does."""
         waiting = Waiting(self.lock.patience)
         while True:
             with self.lock.locked():
-                self._bury()
+                self._clear_dead_writers()
                 active = self._entries[:, 1] > 0
                 if not active.any():
                     yield
                     return
-            self._lap(waiting, active)
+            self._wait(waiting, active)
 
     def commit(self, entry: int) -> None:
         """Make the written rows readable."""
@@ -116,7 +116,7 @@ class Ring:
         active = self._entries[self._entries[:, 1] > 0, 0]
         self.words[FRONTIER] = active.min() if len(active) else self.words[HEAD]
 
-    def _bury(self, before: int | None = None) -> None:
+    def _clear_dead_writers(self, before: int | None = None) -> None:
         """Turn the rows of dead writers into holes; with `before`, only those that begin below it."""
         for entry in np.flatnonzero(self._entries[:, 1] > 0).tolist():
             if (before is None or self._entries[entry, 0] < before) and self.lock.claim(entry):
@@ -147,11 +147,11 @@ class Ring:
         while high < head - self.capacity and look[FRONTIER] != high:  # a whole lap passed between the two reads
             high, head = look[FRONTIER], look[HEAD]
         if high < head:
-            if self._stuck == (high, head):  # nothing moved since the last call: is the writer dead?
+            if self._last_gap == (high, head):  # nothing moved since the last call: is the writer dead?
                 with self.lock.locked():
-                    self._bury()
+                    self._clear_dead_writers()
                     high, head = look[FRONTIER], look[HEAD]  # locked: no lap passes in between
-            self._stuck = high, head
+            self._last_gap = high, head
         low = max(look[BASE], head - self.capacity)
         return low, max(low, high)
 
@@ -159,10 +159,6 @@ class Ring:
     def low(self) -> int:
         """The lowest position that is not being overwritten."""
         return max(self._look[BASE], self._look[HEAD] - self.capacity)
-
-    def intact(self, lowest: int) -> bool:
-        """Return whether rows from this position on have not been overwritten."""
-        return lowest >= self.low
 
     def holes(self, low: int) -> bool:
         """Return whether there may be holes at or above this position."""
