@@ -78,8 +78,8 @@ def _rate(make: Callable[[], Any], seconds: float) -> tuple[float, str]:
         ended, stats = time.perf_counter(), collector.stats()
     spent = {name: stats[f"{name}_seconds"] or 0.0 for name in ("env", "policy", "transport", "loop")}
     whole = max(sum(spent.values()), 1e-9)
-    told = " · ".join(f"{name} {part / whole:.0%}" for name, part in spent.items())
-    return (stats["frames"] - before) / (ended - began), told
+    shares = " · ".join(f"{name} {part / whole:.0%}" for name, part in spent.items())
+    return (stats["frames"] - before) / (ended - began), shares
 
 
 def _draw(path: str, env: str, rates: dict[str, float]) -> None:

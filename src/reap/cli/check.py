@@ -7,6 +7,7 @@ reap check my_env.py:make --steps 1000
 from __future__ import annotations
 
 import argparse
+import functools
 
 import gymnasium as gym
 
@@ -26,10 +27,7 @@ def run(args: argparse.Namespace) -> int:
         make = object_at(args.env)
     else:
         env_factory(args.env)().close()  # raises reap's own error if the id is not registered
-
-        def make() -> gym.Env[object, object]:
-            return gym.make(args.env)
-
+        make = functools.partial(gym.make, args.env)
     for remark in check_env(make, steps=args.steps):
         print(f"- {remark}")
     print(f"{args.env}: nothing is wrong")

@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     lanes = in_lanes(args.lanes, make)
     count = max(args.workers, 1) * args.lanes
     batch = min(max(args.frames, count), 100 * count)
-    options: dict[str, Any] = {"frames_per_batch": -(-batch // count) * count, "total_frames": args.frames}
-    if options["total_frames"] % options["frames_per_batch"]:
-        options["total_frames"] = -(-args.frames // options["frames_per_batch"]) * options["frames_per_batch"]
+    per_batch = -(-batch // count) * count
+    total = -(-args.frames // per_batch) * per_batch
+    options: dict[str, Any] = {"frames_per_batch": per_batch, "total_frames": total}
     collector = (
         MultiSyncCollector([lanes] * args.workers, policy, **options)
         if args.workers
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             for _ in collector.progress():
                 pass
     if not recording.episodes:
-        print(f"no episode ended within {options['total_frames']:,} frames: nothing was written")
+        print(f"no episode ended within {total:,} frames: nothing was written")
         return 1
     print(load(recording.path, recording.format))
     return 0

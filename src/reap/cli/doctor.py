@@ -73,9 +73,11 @@ def _troubles(cores: int, descriptors: int, shared: int | None) -> Iterator[str]
             yield f"{name}={value} on {cores} cores: threads will wait for each other; set it to {cores} or less"
     if torch.get_num_threads() > cores:
         yield f"torch computes with {torch.get_num_threads()} threads on {cores} cores: torch.set_num_threads({cores})"
-    for name, needs in (("av", "videos of Gymnasium's classic envs"), ("pettingzoo", "many of PettingZoo's envs")):
+    for name, extra, needs in (
+        ("av", "video", "videos of Gymnasium's classic envs"),
+        ("pettingzoo", "pettingzoo", "many of PettingZoo's envs"),
+    ):
         if _version(name) != _NONE and _version("pygame") == _NONE:
-            extra = {"av": "video"}.get(name, name)
             yield f"{name} is installed without pygame, which {needs} need: pip install 'reap[{extra}]'"
     if os.environ.get("CUDA_VISIBLE_DEVICES") and not torch.cuda.is_available():
         yield "CUDA_VISIBLE_DEVICES is set, but torch finds no GPU: is this torch built for the CPU alone?"

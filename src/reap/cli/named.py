@@ -41,17 +41,17 @@ def object_at(name: str) -> Any:
     return found
 
 
-def _made(name: str) -> Any:
+def _build(name: str) -> Any:
     return object_at(name)()
 
 
-def _lanes(count: int, make: Callable[[], Any]) -> Any:
+def _serial_env(count: int, make: Callable[[], Any]) -> Any:
     return SerialEnv(count, make)
 
 
 def in_lanes(count: int, make: Callable[[], Any]) -> Callable[[], Any]:
     """Return a factory of an env with `count` lanes; for one lane, `make` itself."""
-    return make if count == 1 else functools.partial(_lanes, count, make)
+    return make if count == 1 else functools.partial(_serial_env, count, make)
 
 
 def env_factory(name: str) -> Callable[[], Any]:
@@ -59,7 +59,7 @@ def env_factory(name: str) -> Callable[[], Any]:
     if ":" not in name:
         return functools.partial(GymEnv, name)
     object_at(name)  # raises errors now, in this process
-    return functools.partial(_made, name)
+    return functools.partial(_build, name)
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +82,8 @@ def _load_weights(policy: nn.Module, path: str) -> None:
     except OSError:
         raise
     except Exception as cause:  # torch's message has a line per mismatch
-        told = " ".join(str(cause).split())
-        raise UsageError(f"--weights {path} does not fit the policy: {told}") from cause
+        message = " ".join(str(cause).split())
+        raise UsageError(f"--weights {path} does not fit the policy: {message}") from cause
 
 
 def policy_of(args: argparse.Namespace) -> Any:

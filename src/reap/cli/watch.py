@@ -96,13 +96,13 @@ def _show(url: str, *, once: bool, every: float) -> int:
         raise missing("rich", "progress") from None
     console = Console()
     if once:
-        console.print(_drawn(_get(url, "data")))
+        console.print(_renderable(_get(url, "data")))
         return 0
     try:
-        with Live(_drawn(_get(url, "data")), console=console, auto_refresh=False) as live:
+        with Live(_renderable(_get(url, "data")), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(every)
-                live.update(_drawn(_get(url, "data")), refresh=True)
+                live.update(_renderable(_get(url, "data")), refresh=True)
     except KeyboardInterrupt:
         return 0
     except NotReady:
@@ -110,7 +110,7 @@ def _show(url: str, *, once: bool, every: float) -> int:
         return 0
 
 
-def _drawn(view: dict[str, Any]) -> Any:
+def _renderable(view: dict[str, Any]) -> Any:
     """Return a view as a renderable of rich."""
     from rich import box
     from rich.console import Group

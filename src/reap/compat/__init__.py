@@ -34,7 +34,7 @@ _PATHS = frozenset(
     | {f"{_ROOT}.{name}" for name in ("collectors", "utils", "weight_update", "distributed")}
     | {f"{_ROOT}.distributed.{name}" for name in ("generic", "ray", "rpc", "sync", "utils")}
 )
-_before: dict[str, tuple[ModuleType, type]] = {}  # replaced modules, and the class they had
+_replaced: dict[str, tuple[ModuleType, type]] = {}  # replaced modules, and the class they had
 
 
 class Installed:
@@ -43,7 +43,7 @@ class Installed:
     @property
     def names(self) -> dict[str, Any]:
         """The objects of reap, by the full names that TorchRL has for them."""
-        return {f"{path}.{name}": found for path in sorted(_PATHS) for name, found in _ours(path).items()}
+        return {f"{path}.{name}": found for path in sorted(_PATHS) for name, found in _replacements(path).items()}
 
     def __enter__(self) -> Installed:
         return self
@@ -53,7 +53,7 @@ class Installed:
 
 
 @functools.cache
-def _ours(path: str) -> dict[str, Any]:
+def _replacements(path: str) -> dict[str, Any]:
     """Return reap's objects for this TorchRL module. Imported on first use, since not every process collects."""
     import reap.collectors
     import reap.collectors.utils
@@ -82,18 +82,18 @@ def _is_torchrl(caller: FrameType) -> bool:
     return name.startswith("torchrl.") and not name.startswith("torchrl.trainers")
 
 
-class _Answering(ModuleType):
+class _ReplacedModule(ModuleType):
     """A TorchRL module whose attributes are reap's collectors for all code but TorchRL's."""
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__") and not _is_torchrl(sys._getframe(1)):
-            ours = _ours(super().__getattribute__("__name__"))
+            ours = _replacements(super().__getattribute__("__name__"))
             if name in ours:
                 return ours[name]
         return super().__getattribute__(name)
 
 
-class _WhenImported(MetaPathFinder):
+class _ImportHook(MetaPathFinder):
     """An import hook that replaces the collector names of TorchRL's modules after their import."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -115,12 +115,12 @@ class _WhenImported(MetaPathFinder):
         return spec
 
 
-_finder = _WhenImported()
+_finder = _ImportHook()
 
 
 def _replace(module: ModuleType) -> None:
-    _before[module.__name__] = (module, module.__class__)
-    module.__class__ = _Answering
+    _replaced[module.__name__] = (module, module.__class__)
+    module.__class__ = _ReplacedModule
 
 
 def install() -> Installed:
@@ -146,6 +146,6 @@ def uninstall() -> None:
     """Put TorchRL's own names back. May be called twice."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    while _before:
-        _, (module, kind) = _before.popitem()
+    while _replaced:
+        _, (module, kind) = _replaced.popitem()
         module.__class__ = kind

@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
         wrong = f"there is no option {arguments[0]!r}" if arguments else f"which {'module' if module else 'script'}?"
         _refuse(f"{wrong}\n{USAGE}")
     reap.compat.install()
-    _hand_on()
+    _install_in_children()
     sys.argv = arguments
     if module:
         _run_module(arguments[0])
@@ -55,9 +55,9 @@ def _run_script(script: str) -> None:
 
 
 def _run_module(name: str) -> None:
-    spec = _found(name)
+    spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _found(f"{name}.__main__")
+        spec = _find_spec(f"{name}.__main__")
     code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
     if spec is None or code is None:
         _refuse(f"no module named {name!r} that can be run\n")
@@ -65,7 +65,7 @@ def _run_module(name: str) -> None:
     _run(code, __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent)
 
 
-def _found(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -87,7 +87,7 @@ def _refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
-def _hand_on() -> None:
+def _install_in_children() -> None:
     """Install reap.compat in every Python process that the script starts: spawned ones, Ray actors, torchrun ranks."""
     startup = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

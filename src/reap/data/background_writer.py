@@ -1,8 +1,8 @@
 """BackgroundWriter: a thread that writes the episodes of a recording, so that collecting does not wait for the disk.
 
-    ready()     ──► returns once less than 64 MB are queued
-    write(…)    ──► queue ──► thread: pieces are joined, DatasetWriter.add ──► counted as written
-    finish(…)   ──► returns when all episodes are written, and then the metadata
+    wait_for_room()  ──► returns once less than 64 MB are queued
+    write(…)         ──► queue ──► thread: pieces are joined, DatasetWriter.add ──► counted as written
+    finish(…)        ──► returns when all episodes are written, and then the metadata
 
 File libraries release the GIL while they write. An episode is counted as written when `DatasetWriter.add` returns.
 An error ends the thread: queued episodes are dropped, and every later call raises the error. Once `finish` was called
@@ -24,10 +24,10 @@ from reap.data.columns import Pieces, joined
 from reap.data.formats.base import DatasetWriter
 from reap.errors import RecordingFailed
 
-AHEAD = 1 << 26  # bytes of queued episodes from which on `ready` blocks
+AHEAD = 1 << 26  # bytes of queued episodes from which on `wait_for_room` blocks
 
 
-class _Work:
+class _Shared:
     """State shared with the thread. It holds no reference to the `BackgroundWriter`, which can thus be deleted."""
 
     def __init__(self) -> None:
@@ -45,21 +45,21 @@ class BackgroundWriter:
     """Writes episodes with a format's writer, in their order, in a thread of its own."""
 
     def __init__(self, writer: DatasetWriter, path: Path) -> None:
-        self._path, self._work = path, _Work()
+        self._path, self._work = path, _Shared()
         self._error: RecordingFailed | None = None
         # At exit Python joins all non-daemon threads, and then calls finalizers: the finalizer below ends this daemon.
         self._thread = threading.Thread(
             target=_write_all, args=(self._work, writer), name=f"reap-recording-{path.name}", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _drop, self._work, self._thread, os.getpid())
+        weakref.finalize(self, _end_thread, self._work, self._thread, os.getpid())
 
     @property
     def lengths(self) -> list[int]:
         """The number of steps of each episode written so far."""
         return self._work.lengths
 
-    def ready(self) -> None:
+    def wait_for_room(self) -> None:
         """Wait until the queue has room."""
         work = self._work
         with work.changed:
@@ -101,7 +101,7 @@ def _bytes(pieces: Pieces) -> int:
     return sum(values.nbytes for piece in pieces for values in piece.values())
 
 
-def _write_all(work: _Work, writer: DatasetWriter) -> None:
+def _write_all(work: _Shared, writer: DatasetWriter) -> None:
     """Body of the thread: write queued episodes until `metadata` is set and the queue is empty."""
     try:
         while True:
@@ -129,7 +129,7 @@ def _write_all(work: _Work, writer: DatasetWriter) -> None:
             work.changed.notify_all()
 
 
-def _drop(work: _Work, thread: threading.Thread, process: int) -> None:
+def _end_thread(work: _Shared, thread: threading.Thread, process: int) -> None:
     if os.getpid() != process:
         return  # a forked child does not have the thread
     with work.changed:

@@ -188,7 +188,7 @@ class EpisodeSplitter:
         mask = own_entry(batch, MASK)
         ids = ids.reshape(-1).cpu().numpy()
         made = ids >= 0 if mask is None else mask.reshape(-1).cpu().numpy() & (ids >= 0)
-        over, arrays, steps = _over(batch), self._arrays(batch), batch.batch_size[-1]
+        ends, arrays, steps = _episode_ends(batch), self._arrays(batch), batch.batch_size[-1]
         order = np.argsort(ids, kind="stable")
         order = order[made[order]]
         sorted_ids = ids[order]
@@ -197,11 +197,11 @@ class EpisodeSplitter:
         for begin, end in zip(begins, np.r_[begins[1:], len(order)]):
             number = int(sorted_ids[begin])
             self._held.setdefault(number, []).append(_piece(arrays, order[begin:end], steps))
-            if over[order[end - 1]]:
+            if ends[order[end - 1]]:
                 found.append(self._held.pop(number))
         return found
 
-    def unfinished(self) -> list[Pieces]:
+    def take_unfinished(self) -> list[Pieces]:
         """Return the episodes that have not ended, and stop holding them."""
         pieces, self._held = [*self._held.values()], {}
         return pieces
@@ -220,11 +220,11 @@ class EpisodeSplitter:
         return arrays
 
 
-def _over(batch: TensorDictBase) -> Array:
+def _episode_ends(batch: TensorDictBase) -> Array:
     """Return which frames end an episode, flattened lane by lane."""
     flags = [key for key in batch.keys(True, True) if as_key(key)[0] == "next" and as_key(key)[-1] == "done"]
-    over: Array = ended(batch.select(*flags).reshape(-1)).numpy()  # only the flags, since reshaping copies
-    return over
+    ends: Array = ended(batch.select(*flags).reshape(-1)).numpy()  # only the flags, since reshaping copies
+    return ends
 
 
 def _piece(arrays: Arrays, rows: Array, steps: int) -> Arrays:

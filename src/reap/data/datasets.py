@@ -34,15 +34,15 @@ from reap.errors import CorruptState, ReapError, RecordingFailed, UsageError, Wr
 from reap.spec import AnyKey, EnvSpec, as_key
 from reap.trajectories import FINAL, with_next
 
-# By name: the module, its writer and reader class, and the suffix of its file or a file in its directory.
+# By name: the prefix of its writer and reader class, and the suffix of its file or a file in its directory.
 Format = Literal["minari", "parquet", "lerobot", "hdf5", "npz", "memmap"]
 _FORMATS = {
-    "minari": ("minari", "MinariWriter", "MinariReader", "data/metadata.json"),
-    "parquet": ("parquet", "ParquetWriter", "ParquetReader", "data/train-00000-of-00001.parquet"),
-    "lerobot": ("lerobot", "LeRobotWriter", "LeRobotReader", "meta/info.json"),
-    "hdf5": ("hdf5", "D4RLWriter", "D4RLReader", ".hdf5"),
-    "npz": ("npz", "NpzWriter", "NpzReader", ".npz"),
-    "memmap": ("memmap", "MemmapWriter", "MemmapReader", "reap.json"),
+    "minari": ("Minari", "data/metadata.json"),
+    "parquet": ("Parquet", "data/train-00000-of-00001.parquet"),
+    "lerobot": ("LeRobot", "meta/info.json"),
+    "hdf5": ("D4RL", ".hdf5"),
+    "npz": ("Npz", ".npz"),
+    "memmap": ("Memmap", "reap.json"),
 }
 _OTHER_SUFFIXES = {".csv", ".json", ".jsonl", ".pt", ".pth", ".pkl", ".zip", ".npy", ".zarr", ".arrow", ".feather"}
 _VERSION = 1
@@ -58,7 +58,7 @@ class Dataset(Sequence[TensorDict]):
     def __init__(self, path: Path, format: str) -> None:
         self.path, self.format = path, format
         try:
-            self._reader = _part(format, 2)(path)
+            self._reader = _class_of(format, "Reader")(path)
             self.metadata: dict[str, Any] = self._reader.metadata
         except ReapError:
             raise
@@ -141,10 +141,10 @@ class Recording:
         spec: EnvSpec | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path, self.format = _place(path), _format_of(_place(path), format)
+        self.path, self.format = _absolute(path), _format_of(_absolute(path), format)
         if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
             raise UsageError(f"path={str(self.path)!r} exists already; a dataset is written to a new place")
-        _part(self.format, 1)
+        _class_of(self.format, "Writer")
         self._metadata: dict[str, Any] = dict(metadata or {})
         json.dumps(self._metadata)  # raises now, not after everything was recorded, if JSON cannot hold it
         self._keys = None if keys is None else [as_key(key) for key in keys]
@@ -152,7 +152,7 @@ class Recording:
         self._splitter: EpisodeSplitter | None = None
         self._writer: BackgroundWriter | None = None
         self._columns: list[Column] = []
-        self._turn = threading.Lock()  # one batch at a time, none while closing: batches may come from another thread
+        self._lock = threading.Lock()  # one batch at a time, none while closing: batches may come from another thread
         self.closed = False
 
     @property
@@ -175,8 +175,8 @@ class Recording:
         Blocks while too much data is queued. Raises `RecordingFailed` if earlier episodes could not be written.
         """
         if self._writer is not None and not self.closed:
-            self._writer.ready()  # first: if Ctrl-C ends this wait, nothing of this batch was taken
-        with self._turn:
+            self._writer.wait_for_room()  # first: if Ctrl-C ends this wait, nothing of this batch was taken
+        with self._lock:
             if self.closed:
                 raise WrongState(f"the recording at {self.path} is closed")
             if batch.get(FINAL, None) is not None:
@@ -192,27 +192,27 @@ class Recording:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_dir():
             self.path.rmdir()  # it is empty, and the writers create their own directories
-        self._writer = BackgroundWriter(_part(self.format, 1)(self.path, columns, spaces), self.path)
+        self._writer = BackgroundWriter(_class_of(self.format, "Writer")(self.path, columns, spaces), self.path)
         self._columns, self._splitter = list(columns), EpisodeSplitter(columns)
 
     def _write(self, episode: Arrays) -> None:
         assert self._writer is not None
-        self._writer.ready()
+        self._writer.wait_for_room()
         self._writer.write([[episode]])
 
     def drop_unfinished(self) -> None:
         """Drop the episodes that have not ended, because the envs were reset."""
-        with self._turn:
+        with self._lock:
             if self._splitter is not None:
-                self._splitter.unfinished()
+                self._splitter.take_unfinished()
 
     def close(self) -> None:
         """Wait until all episodes and the metadata are written. May be called twice."""
-        with self._turn:
+        with self._lock:
             self.closed = True
             if self._writer is None or self._splitter is None:
                 return  # no batch was received: there is no file
-            self._writer.write(self._splitter.unfinished() if self._unfinished else [])
+            self._writer.write(self._splitter.take_unfinished() if self._unfinished else [])
         self._writer.finish(
             {
                 "reap_dataset": _VERSION,
@@ -350,13 +350,13 @@ def export(
 
 def load(path: Any, format: Format | None = None) -> Dataset:
     """Open a dataset that was recorded or exported. By default its format is detected from its files."""
-    place = _place(path)
-    if not place.exists():
-        raise UsageError(f"path={str(place)!r}: there is nothing")
-    return Dataset(place, _format_of(place, format))
+    path = _absolute(path)
+    if not path.exists():
+        raise UsageError(f"path={str(path)!r}: there is nothing")
+    return Dataset(path, _format_of(path, format))
 
 
-def _place(path: Any) -> Path:
+def _absolute(path: Any) -> Path:
     """Return the absolute path: Minari needs it, and it stays valid if the working directory changes later."""
     if isinstance(path, Path) or (isinstance(path, str) and path):
         return Path(path).absolute()
@@ -370,7 +370,7 @@ def _format_of(path: Path, given: str | None) -> Any:
                 f"format must be one of {', '.join(map(repr, _FORMATS))}, got {given!r}{nearest(str(given), _FORMATS)}"
             )
         return given
-    for name, (*_, sign) in _FORMATS.items():
+    for name, (_, sign) in _FORMATS.items():
         if path.suffix == sign or (path.is_dir() and (path / sign).exists()):
             return name
     if path.suffix == ".h5":
@@ -382,10 +382,9 @@ def _format_of(path: Path, given: str | None) -> Any:
     return "parquet" if path.suffix == ".parquet" else "memmap"
 
 
-def _part(format: str, which: int) -> Any:
-    """Return the writer class (1) or the reader class (2) of a format."""
-    names = _FORMATS[format]
-    return getattr(importlib.import_module(f"reap.data.formats.{names[0]}"), names[which])
+def _class_of(format: str, kind: Literal["Writer", "Reader"]) -> Any:
+    """Return the writer class or the reader class of a format."""
+    return getattr(importlib.import_module(f"reap.data.formats.{format}"), _FORMATS[format][0] + kind)
 
 
 def _about_env(collector: Any) -> tuple[EnvSpec | None, Any]:

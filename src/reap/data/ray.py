@@ -65,7 +65,7 @@ def _unpacked(value: Any) -> Any:
     return tuple(map(_unpacked, value)) if isinstance(value, tuple) else value
 
 
-class _Keeper:
+class _BufferActor:
     """The actor class: holds the buffer and forwards calls to it."""
 
     def begin(self, make: bytes, path: Sequence[str]) -> None:
@@ -82,7 +82,7 @@ class _Keeper:
         sample, info, _ = self._buffer._sample_now(count, limited=limited)
         return _packed((sample, info) if return_info else sample)
 
-    def show(self, name: str) -> Any:
+    def attribute(self, name: str) -> Any:
         return len(self._buffer) if name == "len" else getattr(self._buffer, name)
 
 
@@ -96,9 +96,9 @@ class _Client:
         self._actor = actor
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        return _unpacked(self._ask(self._actor.call, name, tuple(map(_packed, arguments)), options))
+        return _unpacked(self._remote_call(self._actor.call, name, tuple(map(_packed, arguments)), options))
 
-    def _ask(self, method: Any, *arguments: Any) -> Any:
+    def _remote_call(self, method: Any, *arguments: Any) -> Any:
         ray = import_ray()
         try:
             return ray.get(method.remote(*arguments))
@@ -131,17 +131,17 @@ class _Client:
         return self._call("__getitem__", index)
 
     def __len__(self) -> int:
-        return int(self._ask(self._actor.show, "len"))
+        return int(self._remote_call(self._actor.attribute, "len"))
 
     @property
     def write_count(self) -> int:
         """The number of rows ever written."""
-        return int(self._ask(self._actor.show, "write_count"))
+        return int(self._remote_call(self._actor.attribute, "write_count"))
 
     @property
     def may_write(self) -> bool:
         """Whether the buffer's limiter wants more rows now."""
-        return bool(self._ask(self._actor.show, "may_write"))
+        return bool(self._remote_call(self._actor.attribute, "may_write"))
 
     def client(self) -> _Client:
         """Return a handle for another process."""
@@ -188,8 +188,8 @@ class RayReplayBuffer(_Client):
         settings = {"num_cpus": 0, **(remote_config or {}), "max_concurrency": _THREADS}
         try:
             made = dumps(functools.partial(replay_buffer_cls, **options), "what the replay buffer is made of")
-            super().__init__(ray.remote(_Keeper).options(**settings).remote())
-            self._ask(self._actor.begin, made, list(sys.path))
+            super().__init__(ray.remote(_BufferActor).options(**settings).remote())
+            self._remote_call(self._actor.begin, made, list(sys.path))
         except BaseException:
             self.shutdown()
             raise
@@ -206,7 +206,7 @@ class RayReplayBuffer(_Client):
             try:
                 if patience is None or (batch_size or self.batch_size) is None:
                     return super().sample(batch_size, return_info)
-                return _unpacked(self._ask(self._actor.sample_now, batch_size, return_info, not released))
+                return _unpacked(self._remote_call(self._actor.sample_now, batch_size, return_info, not released))
             except Starved as why:
                 if released:
                     raise
@@ -216,7 +216,7 @@ class RayReplayBuffer(_Client):
         """Yield samples for as long as a collector fills this buffer. See `ReplayBuffer.sample_while`."""
         self.feed.check(collector)
         sample = functools.partial(self.sample, batch_size, return_info)
-        return sample_while(collector, sample, lambda: bool(self._ask(self._actor.show, "owed")))
+        return sample_while(collector, sample, lambda: bool(self._remote_call(self._actor.attribute, "owed")))
 
     def empty(self) -> None:
         """Remove all rows."""
@@ -238,10 +238,10 @@ class RayReplayBuffer(_Client):
             return self._open and len(self) >= 0
         return False
 
-    def _ask(self, method: Any, *arguments: Any) -> Any:
+    def _remote_call(self, method: Any, *arguments: Any) -> Any:
         if not self._open:
             raise WrongState("this RayReplayBuffer is closed; make a new one")
-        return super()._ask(method, *arguments)
+        return super()._remote_call(method, *arguments)
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: refuse all use. Only the parent process ends the actor."""

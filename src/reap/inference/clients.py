@@ -24,7 +24,7 @@ from reap._system.forks import renew
 from reap._system.listener import PATIENCE, Refused, dial
 from reap._system.remote_errors import Raised
 from reap.errors import NotReady, ServerGone, WrongArgument
-from reap.inference.requests import Columns, Request, RequestQueue, late
+from reap.inference.requests import Columns, Request, RequestQueue, timeout_error
 from reap.spec import Key, as_key, show_keys
 
 SERVICE = "inference"  # the service that a client requests at the server's socket
@@ -53,13 +53,13 @@ class PolicyClient:
     """
 
     def __init__(self, ask: RequestSender, policy_version_key: Any = "policy_version") -> None:
-        self._ask, self._version_key = ask, policy_version_key
+        self._send, self._version_key = ask, policy_version_key
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a copy of `tensordict` with what the policy wrote."""
         if not isinstance(tensordict, TensorDictBase):
             raise WrongArgument(f"a client is asked with a TensorDict, got {type(tensordict).__name__}")
-        keys = self._ask.in_keys
+        keys = self._send.in_keys
         keys = [as_key(key) for key in tensordict.keys(True, True)] if keys is None else keys
         absent = [key for key in keys if tensordict.get(key, None) is None]
         if absent:
@@ -68,7 +68,7 @@ class PolicyClient:
             return self(tensordict.reshape(-1)).reshape(tensordict.shape)
         size = len(tensordict) if tensordict.ndim else None
         device = tensordict.device
-        outputs, version = self._ask({key: tensordict.get(key).detach().cpu() for key in keys}, size)
+        outputs, version = self._send({key: tensordict.get(key).detach().cpu() for key in keys}, size)
         out = tensordict.copy()
         for key, value in outputs.items():
             out.set(key, value if device is None else value.to(device))
@@ -78,7 +78,7 @@ class PolicyClient:
 
     def close(self) -> None:
         """Deregister: the server stops waiting for requests of this client. May be called twice."""
-        self._ask.close()
+        self._send.close()
 
     def __del__(self) -> None:
         if contextlib is not None:  # None while the interpreter shuts down
@@ -96,14 +96,14 @@ class ThreadRequests:
         self._server = server  # keeps the server alive while it has clients
         self._queue: RequestQueue | None = queue
         self._number: int | None = queue.enter()
-        self._asked = False
+        self._used = False
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
         if self._queue is None:
             raise ServerGone("this client is closed; ask the server for another")
         if self._number is None:
             self._number = self._queue.enter()
-        self._asked = True
+        self._used = True
         request = Request(self._number, inputs, size)
         self._queue.put(request)
         try:
@@ -124,7 +124,7 @@ class ThreadRequests:
         """
         if self._queue is None:
             raise ServerGone("this client is closed; ask the server for another")
-        if self._number is not None and not self._asked:
+        if self._number is not None and not self._used:
             self._queue.leave(self._number)
             self._number = None
         return ProcessRequests, (*self._server.address, self.in_keys, self._timeout)
@@ -166,14 +166,14 @@ class ProcessRequests:
                 columns, version, error = pickle.loads(connection.recv_bytes())
             except (Refused, TimeoutError) as cause:
                 if self._timeout is not None and self._timeout < PATIENCE:
-                    raise late(self._timeout) from cause
+                    raise timeout_error(self._timeout) from cause
                 raise ServerGone(
                     f"the inference server did not receive this client within {PATIENCE:.0f} s: it is there, but too "
                     f"many others connect to its socket, or its process has no descriptors left"
                 ) from cause
             except BlockingIOError as cause:  # timed out; a late answer would be taken for that to the next request
                 self._hang_up()
-                raise late(self._timeout) from cause
+                raise timeout_error(self._timeout) from cause
             except (EOFError, OSError) as cause:
                 self._hang_up()
                 raise ServerGone("the inference server is gone: it was shut down, or its process has ended") from cause

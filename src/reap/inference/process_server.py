@@ -35,7 +35,7 @@ from reap.inference.server import InferenceServer
 from reap.spec import Key
 from reap.weights import local
 
-_HERE, _MADE = 0, 1  # numbers of the messages sent without a request; requests have higher numbers
+_STARTED, _READY = 0, 1  # numbers of the messages sent without a request; requests have higher numbers
 _OPTIONS = inspect.signature(InferenceServer).parameters.keys() - {"policy", "policy_factory"}
 
 
@@ -83,13 +83,13 @@ class ProcessInferenceServer:
         )
         guard(self)
         self._child = Child(target, start=start_method, name="reap-inference")
-        self._talk = Conversation(self._child, first=_MADE)
+        self._talk = Conversation(self._child, first=_READY)
         try:
             self._answer(
-                _HERE, None if startup_timeout is None else BOOT, f"its process has not begun after {BOOT:.0f} s"
+                _STARTED, None if startup_timeout is None else BOOT, f"its process has not begun after {BOOT:.0f} s"
             )
             late = f"the policy_factory has not returned after {startup_timeout} s (startup_timeout)"
-            self._address, self._key, self.in_keys = self._answer(_MADE, startup_timeout, late)
+            self._address, self._key, self.in_keys = self._answer(_READY, startup_timeout, late)
         except BaseException:
             self._close("it could not be started")
             raise
@@ -181,10 +181,10 @@ class ProcessInferenceServer:
 def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, threads: int) -> None:
     """Body of the process: make the server, and answer calls until the connection closes."""
     torch.set_num_threads(threads)
-    send(connection, Answer(_HERE, None))  # the factory's timeout begins
+    send(connection, Answer(_STARTED, None))  # the factory's timeout begins
 
     def serve(server: InferenceServer) -> None:
-        send(connection, Answer(_MADE, (*server.address, server.in_keys)))
+        send(connection, Answer(_READY, (*server.address, server.in_keys)))
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 number, name, arguments = pickle.loads(connection.recv_bytes())

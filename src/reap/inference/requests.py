@@ -23,7 +23,7 @@ from reap.spec import Key
 Columns = Mapping[Key, Tensor]
 
 
-def late(timeout: float | None) -> NotReady:
+def timeout_error(timeout: float | None) -> NotReady:
     """Return the error of a client that waited too long."""
     return NotReady(f"the inference server did not answer within {timeout} s (timeout of the client); ask again")
 
@@ -42,7 +42,7 @@ class Request:
         self.client, self.inputs, self.size = client, inputs, size
         self.rows = 1 if size is None else size
         skip = 0 if size is None else 1
-        self.look = {key: (value.shape[skip:], value.dtype) for key, value in inputs.items()}  # those of one row
+        self.signature = {key: (value.shape[skip:], value.dtype) for key, value in inputs.items()}  # those of one row
         self.since = time.monotonic()
         self._answer: tuple[Columns, int] | ReapError | None = None
         self._wakeup = threading.Event()
@@ -56,7 +56,7 @@ class Request:
     def result(self, timeout: float | None = None) -> tuple[Columns, int]:
         """Wait for the answer, for `timeout` seconds at most, and return it. None: wait without limit."""
         if not self._wakeup.wait(timeout):  # without a timeout this ends: shutdown answers every request
-            raise late(timeout)
+            raise timeout_error(timeout)
         if isinstance(self._answer, ReapError):
             raise self._answer
         assert self._answer is not None
@@ -115,19 +115,19 @@ class RequestQueue:
     def take(self) -> list[Request]:
         """Wait for the next batch and return it; an empty list means that the queue is closed."""
         with self._changed:
-            while self._closed is None and not self._leaves():
+            while self._closed is None and not self._batch_ready():
                 left = self._waiting[0].since + self._timeout - time.monotonic() if self._waiting else None
                 self._changed.wait(left)
             batch: list[Request] = []
             rows = 0
             while self._closed is None and self._waiting:
                 rows += self._waiting[0].rows
-                if batch and (rows > self._most or self._waiting[0].look != batch[0].look):
+                if batch and (rows > self._most or self._waiting[0].signature != batch[0].signature):
                     break  # requests of other shapes form another batch, so that a wrong one fails alone
                 batch.append(self._waiting.popleft())
             return batch
 
-    def _leaves(self) -> bool:
+    def _batch_ready(self) -> bool:
         if not self._waiting:
             return False
         if sum(request.rows for request in self._waiting) >= self._enough:

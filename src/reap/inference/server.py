@@ -119,12 +119,12 @@ class InferenceServer:
         self._listener: ClientListener | None = None
         self._thread: threading.Thread | None = None
         self._why_closed: str | None = None
-        self._elsewhere: str | None = None  # in a fork: why the server cannot be used
+        self._why_unusable: str | None = None  # in a fork: why the server cannot be used
         guard(self)
 
     def in_fork(self, why: str) -> None:
         """Called in a fork, where the thread does not run: refuse all use, and leave the socket to the parent."""
-        self._elsewhere = self._why_closed = why
+        self._why_unusable = self._why_closed = why
         self._thread = self._listener = None
         refuse_all(self, why)
 
@@ -214,8 +214,8 @@ class InferenceServer:
         `weights`: a module, a TensorDict or a state dict; None: those of the policy passed to the constructor. Waits
         for the batch that is being computed.
         """
-        if self._elsewhere is not None:
-            raise WrongState(f"this InferenceServer cannot be used here: {self._elsewhere}")
+        if self._why_unusable is not None:
+            raise WrongState(f"this InferenceServer cannot be used here: {self._why_unusable}")
         if not isinstance(self.policy, nn.Module):
             raise WrongState(f"policy {type(self.policy).__name__} has no weights to update")
         given = self._source if weights is None else weights
@@ -262,7 +262,7 @@ class InferenceServer:
             answers = _split(outputs, batch)
         except BaseException as cause:
             for request in batch:  # one error object per request: they are raised in different threads
-                request.answer(_told(cause))
+                request.answer(_raised(cause))
             if not isinstance(cause, Exception):  # sys.exit() and the like end the thread, after all are answered
                 raise
             return
@@ -351,7 +351,7 @@ def _split(outputs: Columns, batch: list[Request]) -> list[Columns]:
     return found
 
 
-def _told(cause: BaseException) -> ReapError:
+def _raised(cause: BaseException) -> ReapError:
     error = WorkerRaised(f"the policy of the inference server raised {cause!r}")
     error.__cause__ = cause
     return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,6 @@ class MLflowLogger(Logger):
     def _log(
         self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: dict[str, np.ndarray[Any, Any]]
     ) -> None:
-        import time
-
         numbers = dict(scalars)
         for name, values in histograms.items():
             numbers |= summary_of(name, values)

@@ -56,7 +56,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class About:
+class RunInfo:
     """The properties of a collector that do not change."""
 
     name: str
@@ -70,8 +70,8 @@ class About:
 class Views:
     """Holds the last samples of a collector, and computes the view of them."""
 
-    def __init__(self, about: About) -> None:
-        self.about = about
+    def __init__(self, info: RunInfo) -> None:
+        self.info = info
         self._samples: deque[Sample] = deque()
         self._rates: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # when, frames per second
         self._returns: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # when, mean return
@@ -91,7 +91,7 @@ class Views:
     def view(self, now: Sample | None = None) -> dict[str, Any]:
         """Return the view as JSON values, of the sample `now` or else the last one added."""
         now = now or self._samples[-1]
-        then, about = self._before(now), self.about
+        then, info = self._before(now), self.info
         earlier = {one.index: one for one in then.workers} if then is not None else {}
         times = {one.index: _shares(self._seconds(one)) for one in now.workers}
         passed = now.time - then.time if then is not None else 0.0
@@ -99,16 +99,16 @@ class Views:
         found = diagnose(
             [Times(one.index, one.lanes, one.steps, times[one.index]) for one in now.workers if one.alive],
             learner=self._learner(now, then),
-            in_step=about.in_step,
-            frames_per_batch=about.frames_per_batch,
-            cores=about.cores,
+            in_step=info.in_step,
+            frames_per_batch=info.frames_per_batch,
+            cores=info.cores,
         )
         start = self._rates[0][0] if self._rates else now.time
         return {
-            "name": about.name,
-            "pid": about.pid,
+            "name": info.name,
+            "pid": info.pid,
             "frames": now.frames,
-            "total": None if about.total == float("inf") else about.total,
+            "total": None if info.total == float("inf") else info.total,
             "batches": now.batches,
             "version": now.version,
             "restarts": now.restarts,

@@ -21,7 +21,7 @@ import torch
 from reap.arguments import whole
 from reap.errors import WrongState
 from reap.watching.registry import register
-from reap.watching.samples import About, Sample, Views, WorkerSample, memory_of
+from reap.watching.samples import RunInfo, Sample, Views, WorkerSample, memory_of
 from reap.watching.server import PageServer
 
 EVERY = 1.0  # seconds between two samples
@@ -40,10 +40,10 @@ class Watch:
         whole("port", port, least=0, most=65535)
         self._collector = weakref.ref(collector)
         self._lags: Counter[int] = Counter()
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._owner = os.getpid()
         self._views = Views(
-            About(
+            RunInfo(
                 name=type(collector).__name__,
                 pid=os.getpid(),
                 total=float(collector.options.total),
@@ -61,14 +61,14 @@ class Watch:
         except BaseException:
             self._server.close()
             raise
-        collector._listeners.add(self._saw)
-        self._thread = threading.Thread(target=self._look, name="reap-looks", daemon=True)
+        collector._listeners.add(self._count_lags)
+        self._thread = threading.Thread(target=self._run, name="reap-looks", daemon=True)
         self._thread.start()
 
     def view(self) -> dict[str, Any]:
         """Return what the page shows, as a dictionary."""
         collector, now = self._collector(), None
-        if collector is not None and not self._over.is_set():
+        if collector is not None and not self._closed.is_set():
             with contextlib.suppress(RuntimeError):
                 now = self._sample(collector)
         with self._lock:
@@ -84,20 +84,20 @@ class Watch:
 
     def close(self) -> None:
         """Stop serving. May be called twice. A collector calls it when it is closed."""
-        if self._over.is_set() or self._owner != os.getpid():
+        if self._closed.is_set() or self._owner != os.getpid():
             return
-        self._over.set()
+        self._closed.set()
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
         collector = self._collector()
         if collector is not None:
-            collector._listeners.remove(self._saw)
+            collector._listeners.remove(self._count_lags)
         self._server.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def __repr__(self) -> str:
-        return f"Watch({self.url}{', closed' if self._over.is_set() else ''})"
+        return f"Watch({self.url}{', closed' if self._closed.is_set() else ''})"
 
     def _repr_html_(self) -> str:
         """Return a link to the page, for notebooks."""
@@ -105,8 +105,8 @@ class Watch:
 
     # ---- looking --------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        while not self._over.wait(EVERY):
+    def _run(self) -> None:
+        while not self._closed.wait(EVERY):
             collector = self._collector()
             if collector is not None:
                 with contextlib.suppress(RuntimeError):  # a dictionary changed size meanwhile: skip this sample
@@ -115,7 +115,7 @@ class Watch:
                         self._views.add(sample)
             del collector  # hold no reference while this thread waits
 
-    def _saw(self, batch: Any) -> None:
+    def _count_lags(self, batch: Any) -> None:
         """Count the frames of a batch by their policy lag."""
         collector = self._collector()
         if collector is None:
@@ -128,7 +128,7 @@ class Watch:
             ages, counts = torch.unique(collector.policy_version - versions, return_counts=True)
             for age, count in zip(ages.tolist(), counts.tolist()):
                 self._lags[max(int(age), 0)] += count
-        elif self._views.about.in_step is not False:
+        elif self._views.info.in_step is not False:
             self._lags[0] += batch.numel()  # all made between two updates
 
     def _sample(self, collector: Any) -> Sample:

@@ -20,9 +20,7 @@ from reap.data.formats.parquet import MANY, PLAIN, arrays_of, pyarrow, table_of
 _CHUNK = 1000  # episodes per directory
 _LOOKED_AT = 100_000  # values of an episode's column that its statistics are computed from
 _PLACE = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
-_NUMBERS = {"timestamp": "float32", "frame_index": "int64", "episode_index": "int64", "index": "int64"} | {
-    "task_index": "int64"
-}
+_NUMBERS = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
 
 
 class LeRobotWriter:
