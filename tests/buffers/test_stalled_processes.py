@@ -121,7 +121,7 @@ def test_one_that_is_stopped_with_the_lock():
 
 
 def test_without_a_limit_the_log_says_whom_we_wait_for(monkeypatch, caplog):
-    monkeypatch.setattr(gates, "_WORD", 0.05)
+    monkeypatch.setattr(gates, "_LOG_AFTER", 0.05)
     ring = ReplayBuffer(storage=LazyTensorStorage(8))._memory.ring
     entry = ring.reserve(3)[1]
     done = threading.Thread(target=lambda: ring.commit(ring.reserve(8)[1]))

@@ -71,11 +71,11 @@ def test_who_brings_more_than_may_wait_waits(tmp_path, monkeypatch):
     format = Gated()
     writer = BackgroundWriter(format, tmp_path)
     for number in range(3):
-        writer.ready()
+        writer.wait_for_room()
         writer.write([episode(number)])
     assert format.entered.wait(BOUND)
     assert writer.lengths == []  # in hand is not written
-    thread, done = in_thread(writer.ready)
+    thread, done = in_thread(writer.wait_for_room)
     assert not done.wait(0.2)
     format.gate.set()
     assert done.wait(BOUND)
@@ -96,7 +96,7 @@ def test_who_waits_for_a_disk_that_fails_is_told(tmp_path, monkeypatch):
 
     def waits():
         try:
-            writer.ready()
+            writer.wait_for_room()
         except RecordingFailed as error:
             told.append(error)
 

@@ -1,1 +1,1 @@
-"""Replay memory. Knows batches, knows nothing of collectors."""
+"""Replay memory: stores batches and samples them. This package knows nothing of collectors."""

@@ -1,4 +1,4 @@
-"""Arguments of buffers and their parts, checked where they are given: which it is, what is expected, what was given."""
+"""Checks of the arguments of buffers. Errors name the argument, what is expected and what was given."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from reap.core.device.devices import named_device
 from reap.errors import UsageError, WrongArgument
 from reap.spec import Key, as_key
 
-LARGEST = 2**31 - 1  # rows of a sample, steps ahead: beyond it nothing can be right
+LARGEST = 2**31 - 1  # rows of a sample or steps ahead: larger values are certainly wrong
 
 
 def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
-    """A whole number."""
+    """Return `value` as an int, if it is a whole number from `least` to `most`."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < least:
         raise _wrong(value, name, f"a whole number >= {least}")
     if most is not None and value > most:
@@ -29,7 +29,7 @@ def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
 def number(
     value: Any, name: str, least: float, *, above: bool = False, most: float | None = None, endless: bool = False
 ) -> float:
-    """A number, from `least` on, or `above` it; finite, if it is not `endless`."""
+    """Return `value` as a float, if it is at least `least`, or `above` it, and finite unless `endless`."""
     what = f"a number {'>' if above else '>='} {least:g}" + ("" if most is None else f" and <= {most:g}")
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise _wrong(value, name, what)
@@ -45,14 +45,14 @@ def number(
 
 
 def flag(value: Any, name: str, *, optional: bool = False) -> Any:
-    """True or False; or None, where it is `optional`."""
+    """Return `value` if it is True or False, or None where that is `optional`."""
     if isinstance(value, (bool, np.bool_)) or (optional and value is None):
         return value
     raise _wrong(value, name, "True or False")
 
 
 def key(value: Any, name: str) -> Key:
-    """A column's key: a name, or several, one in another."""
+    """Return `value` as the key of a column, if it is a name or a tuple of nested names."""
     parts = (value,) if isinstance(value, str) else value
     if not isinstance(parts, (tuple, list)) or not parts or not all(isinstance(p, str) and p for p in parts):
         raise _wrong(value, name, "a column's key, a string or a tuple of strings")
@@ -60,21 +60,21 @@ def key(value: Any, name: str) -> Key:
 
 
 def function(value: Any, name: str) -> Any:
-    """Something that can be called; or None."""
+    """Return `value` if it is callable or None."""
     if value is not None and not callable(value):
         raise _wrong(value, name, "something that can be called")
     return value
 
 
 def generator(value: Any, name: str) -> torch.Generator | None:
-    """Where random numbers come from; None: torch's own."""
+    """Return `value` if it is a `torch.Generator`, or None for torch's global one."""
     if value is not None and not isinstance(value, torch.Generator):
         raise _wrong(value, name, "a torch.Generator")
     return value
 
 
 def device(value: Any, name: str) -> torch.device:
-    """A device, by name or as it is; None and "auto" are the CPU."""
+    """Return `value`, a device or its name, as a device; None and "auto" are the CPU."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return torch.device("cpu")
     if not isinstance(value, (str, torch.device)):
@@ -85,7 +85,7 @@ def device(value: Any, name: str) -> torch.device:
 
 
 def directory(value: Any, name: str) -> Path:
-    """The name of a directory."""
+    """Return `value` as the path of a directory."""
     try:
         found = Path(value)
     except TypeError:
@@ -96,13 +96,13 @@ def directory(value: Any, name: str) -> Path:
 
 
 def _wrong(value: Any, name: str, expected: str) -> UsageError:
-    """A number that is none of those is a wrong value, everything else a wrong kind."""
+    """Return the error for a wrong argument: `UsageError` for numbers and strings, `WrongArgument` for other types."""
     kind = UsageError if isinstance(value, (numbers.Number, str, np.bool_)) else WrongArgument
     return kind(f"{name} is {expected}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:
-    """What was given, in a few words; there are objects that cannot even say that."""
+    """Return a short repr of `value` for errors, or its type if its `repr` fails."""
     try:
         return " ".join(f"{value!r:.80}".split())
     except Exception:

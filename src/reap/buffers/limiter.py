@@ -1,12 +1,12 @@
-"""SamplesPerInsert: collecting and learning kept in proportion.
+"""SamplesPerInsert: keeps collecting and learning in proportion.
 
-    inserted · ratio - sampled          how many samples the learner is behind
+    inserted · ratio - sampled          the number of rows the learner is behind
     ════════╤══════════════╤════════
       no sample          no rollout     learner and collector wait for each other, never both at once
     ◄─ -tolerance ─── 0 ─── +tolerance ─►
 
-Each asks before it acts whether it may, and then acts in full: so one of the two always may, whatever the sizes of
-batches and samples, and what is overshot is at most one of them.
+Both sides check before they act, and then act in full. So one of the two may always act, whatever the sizes of batches
+and samples, and the tolerance is exceeded by at most one batch or one sample.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from reap.errors import Starved
 
 
 class SamplesPerInsert:
-    """How many rows are sampled for each row that is written.
+    """Limits how many rows are sampled for each row that is written.
 
     >>> limiter = SamplesPerInsert(8, tolerance=10_000, min_size=1_000)
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256, limiter=limiter)
 
-    A collector in the background rests while the learner is behind; `sample` waits while it is ahead, and raises
-    `Starved` if nobody is there to write, or nothing comes for `timeout` seconds. Once the collector has made all its
-    frames, or is shut down, there is nothing to be in proportion to: samples are drawn at once, and not counted.
+    A background collector rests while the learner is behind. `sample` waits while the learner is ahead, and raises
+    `Starved` if the collector is not running, or no row arrives for `timeout` seconds. Once the collector has made all
+    its frames, or is shut down, the limiter no longer applies: samples are drawn at once, and not counted.
 
     Args:
         ratio: rows sampled per row written, on average.
-        tolerance: how many samples either side may be ahead; by default those of 1000 rows.
-        min_size: rows that are there before the first sample; they are not counted.
-        timeout: seconds `sample` waits at most.
+        tolerance: how many sampled rows either side may be ahead; by default `1000 * ratio`.
+        min_size: rows that must be written before the first sample; they do not count for the ratio.
+        timeout: the most seconds `sample` waits.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class SamplesPerInsert:
         self.tolerance = 1000.0 * self.ratio if tolerance is None else number(tolerance, "tolerance", 0)
 
     def behind(self, ring: Ring) -> float:
-        """How many samples the learner is behind; below 0: ahead."""
+        """Return how many rows the learner still has to sample; negative: it is ahead."""
         return (int(ring.words[COUNT]) - self.min_size) * self.ratio - int(ring.words[SAMPLED])
 
     def may_write(self, ring: Ring) -> bool:
-        """Whether more rows are wanted now."""
+        """Return whether more rows should be written now."""
         return int(ring.words[COUNT]) < self.min_size or self.behind(ring) <= self.tolerance
 
     def check(self, ring: Ring) -> None:
@@ -61,7 +61,7 @@ class SamplesPerInsert:
             )
 
     def count(self, ring: Ring, rows: int) -> None:
-        """Count so many rows as sampled."""
+        """Count this number of rows as sampled."""
         with ring.lock.locked():
             ring.words[SAMPLED] += rows
 

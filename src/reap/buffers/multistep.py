@@ -1,11 +1,11 @@
-"""MultiStep: what the next n steps bring, and where they lead.
+"""MultiStep: computes n-step returns: discounted sums of n rewards, and the observation after those steps.
 
     row     t ─────► t+1 ─────► t+2 ─────► t+3              n_steps=3
             r₀       γ·r₁       γ²·r₂
-            └─ reward: their sum ┘         └─ everything else under "next", the flags of an end included
+            └─ reward: their sum ┘         └─ everything else under "next", including the done flags
 
-A window ends early where its run of rows does: at the end of an episode, of what one writer wrote in one go, or of what
-is there yet. It is never longer, and `steps_to_next_obs` says how long it is.
+A window ends early where its run of rows ends: at the end of an episode, of rows that one writer wrote without a gap,
+or of the rows written so far. It is never longer than n steps, and `steps_to_next_obs` holds its length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from reap.buffers import arguments
-from reap.buffers.samplers import nothing, refuse_taken
+from reap.buffers.samplers import check_names_free, empty_buffer
 from reap.buffers.storage.buffer_files import BufferFiles
 from reap.buffers.storage.episode_index import Cuts, Marker
 from reap.errors import UsageError, WrongArgument
@@ -30,19 +30,19 @@ _MASKS: tuple[Key, ...] = (("collector", "mask"), ("mask",))
 
 
 class MultiStep:
-    """Discounted rewards of `n_steps` steps, and the observation after them.
+    """Replaces rewards by discounted sums over `n_steps` steps, and `next` by what follows those steps.
 
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), transform=MultiStep(gamma=0.99, n_steps=3))
     >>> buffer.sample(256)["next", "reward"]    # of up to 3 steps
 
-    In a buffer, the frames that follow a row are looked up when it is sampled, whatever the sampler: batches may have
-    been as short as they like. As `postproc` of a collector it sees one batch, and windows end with it.
+    In a buffer, the frames that follow a row are looked up when the row is sampled, with any sampler: windows may span
+    several written batches. As `postproc` of a collector it sees one batch, and windows end with it.
 
-    A sample has `steps_to_next_obs`, `gamma` (to the power of it) and ("next", "original_reward") besides.
+    A sample also has `steps_to_next_obs`, `gamma` (to the power of those steps) and ("next", "original_reward").
 
     Args:
-        gamma: discount of one step, 0 to 1.
-        n_steps: how many steps, at least 1.
+        gamma: discount per step, 0 to 1.
+        n_steps: the largest number of steps, at least 1.
     """
 
     def __init__(self, gamma: float, n_steps: int) -> None:
@@ -50,10 +50,10 @@ class MultiStep:
         self.n_steps = arguments.whole(n_steps, "n_steps", 1, most=arguments.LARGEST)
 
     def read(self, memory: BufferFiles, positions: Array, cuts: Cuts) -> dict[Key, Tensor]:
-        """The rows at these positions, with what lies ahead of them; `cuts` are those they were written with."""
+        """Return the rows at these positions as n-step rows. `cuts` are those the rows were written with."""
         rows = memory.rows
         if rows is None:
-            raise nothing()
+            raise empty_buffer()
         columns = list(rows.layout.columns)
         cuts.check(columns)
         rewards = _rewards(columns)
@@ -62,11 +62,11 @@ class MultiStep:
         last = window[:, -1]
         elsewhere = {key: window if key in rewards else last for key in columns if key[0] == "next"}
         found = rows.read(window[:, 0], elsewhere)
-        self._fold(found, {key: found[key] for key in rewards}, steps)
+        self._discount(found, {key: found[key] for key in rewards}, steps)
         return found
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """A batch `[…, T]`, as a collector delivers it: the same with windows that end where it does."""
+        """Return a collector's batch `[…, T]` as n-step rows. Windows end at the end of the batch."""
         if not isinstance(batch, TensorDictBase) or not batch.ndim:
             raise WrongArgument(f"MultiStep takes a TensorDict of shape […, T], got {type(batch).__name__}")
         shape = batch.batch_size
@@ -78,27 +78,27 @@ class MultiStep:
         keys = [("next", *as_key(key)) for key in after.keys(True, True)]
         rewards = {key: after[key[1:]][torch.from_numpy(window)] for key in _rewards(keys)}
         after = after[torch.from_numpy(np.ascontiguousarray(window[:, -1]))]
-        told: dict[Key, Tensor] = {}
-        self._fold(told, rewards, steps)
+        columns: dict[Key, Tensor] = {}
+        self._discount(columns, rewards, steps)
         out = batch.copy()
         out["next"] = after.reshape(shape)
-        for key, value in told.items():
+        for key, value in columns.items():
             out[key] = value.reshape(*shape, *value.shape[1:])
         return out
 
     def check_names(self, columns: Iterable[Key]) -> None:
-        """Raise if one of these columns has a name that a sample uses for what lies ahead."""
+        """Raise if one of these columns has the name of an entry that MultiStep adds to a sample."""
         columns = list(columns)
         rewards = [(*key[:-1], "original_reward") for key in columns if key[0] == "next" and key[-1] == "reward"]
-        refuse_taken(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to a sample")
+        check_names_free(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to a sample")
 
     def _window(self, at: Array, ends: Array) -> tuple[Array, Array]:
-        """`[count, ≤ n_steps]` places from each on, the last one again and again after its end; how many there are."""
-        steps = np.clip(ends - at, 1, self.n_steps)  # 1: one that was overwritten meanwhile; it is drawn again
+        """Return the indices of each window, `[count, ≤ n_steps]`, the last one repeated as padding; and its length."""
+        steps = np.clip(ends - at, 1, self.n_steps)  # 1 for a row overwritten meanwhile; it will be drawn again
         return at[:, None] + np.minimum(np.arange(steps.max()), steps[:, None] - 1), steps
 
-    def _fold(self, columns: dict[Key, Tensor], rewards: dict[Key, Tensor], steps: Array) -> None:
-        """Rewards `[count, n_steps, …]` into one for each row, and what there is to say about it."""
+    def _discount(self, columns: dict[Key, Tensor], rewards: dict[Key, Tensor], steps: Array) -> None:
+        """Put summed and original rewards, from `[count, n_steps, …]`, gammas and window lengths into `columns`."""
         ahead = np.arange(steps.max())
         weights = torch.from_numpy(np.where(ahead < steps[:, None], self.gamma**ahead, 0.0))
         for key, each in rewards.items():
@@ -122,10 +122,10 @@ def _rewards(columns: list[Key]) -> list[Key]:
 
 
 def _ends(batch: TensorDictBase) -> Array:
-    """Where the run of each row of a batch ends, counted over all of it."""
+    """Return for each row of a batch, flattened, the index at which its run ends."""
     marks = Marker(Cuts()).marks(batch, None)[0].astype(bool)
     for key in _MASKS:
-        if (mask := own_entry(batch, key)) is not None:  # what is no frame is no part of a window
+        if (mask := own_entry(batch, key)) is not None:  # padding is not part of a window
             frame = mask.detach().cpu().numpy().reshape(-1)
             marks[1:] |= frame[1:] != frame[:-1]
     starts = np.flatnonzero(marks)

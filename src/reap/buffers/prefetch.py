@@ -1,8 +1,8 @@
-"""Prefetch: samples made ahead of time.
+"""Prefetch: makes samples ahead of time, in a thread.
 
-next ──► asked: as many as there may be ──► a thread makes them, one after another ──► the oldest is yours
+next ──► requests as many as may wait ──► a thread makes them, one after another ──► returns the oldest
 
-The thread ends when it is told to, when its buffer goes, and with the program: one that waits for rows gives up then.
+The thread ends on `stop`, when its buffer is deleted, and with the program. If it waits for rows then, it gives up.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from reap._system.threads import join
 from reap.errors import Starved, WorkerSilent
 
 T = TypeVar("T")
-_DEADLINE = 5.0  # seconds to end: a sample, and what is done to it
-_all: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
+_DEADLINE = 5.0  # seconds for the thread to end: to finish one sample and its transforms
+_open: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
 
 
 class Prefetch(Generic[T]):
-    """A thread, and up to `ahead` samples that wait."""
+    """A thread that keeps up to `ahead` samples ready."""
 
     def __init__(self, ahead: int) -> None:
-        self.closing = threading.Event()  # whoever waits on behalf of this thread looks at it
+        self.closing = threading.Event()  # checked by code in this thread that waits for rows
         self._ahead = ahead
         self._tasks: queue.SimpleQueue[tuple[Callable[[], T], Future[T]] | None] = queue.SimpleQueue()
         self._prepared: deque[Future[T]] = deque()
-        self._turn = threading.RLock()  # of those who ask; again in one, from a finalizer
+        self._lock = threading.RLock()  # reentrant: a finalizer may call `request_stop` while its thread holds it
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name="reap-prefetch", daemon=True)
-        atexit.unregister(_stop_all)  # once is enough
-        atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
-        _all.add(self)
+        atexit.unregister(_stop_all)  # registered once only
+        atexit.register(_stop_all)  # without it, the daemon thread would be killed in the middle of native code
+        _open.add(self)
         guard(self)
         self._thread.start()
 
     def in_fork(self, why: str) -> None:
-        """The thread is not here: there is nothing to stop."""
-        _all.discard(self)
+        """Called in a fork, where the thread does not run: there is nothing to stop."""
+        _open.discard(self)
 
     def next(self, make: Callable[[], T]) -> T:
-        """The oldest sample; those after it are being made by `make` meanwhile."""
-        with self._turn:
+        """Return the oldest sample, and have the thread make the following ones by `make`."""
+        with self._lock:
             while len(self._prepared) <= self._ahead:
                 future: Future[T] = Future()
                 self._prepared.append(future)
@@ -57,24 +57,24 @@ class Prefetch(Generic[T]):
         try:
             return oldest.result()
         except Starved:
-            self.forget()  # what else was begun is as old
+            self.discard()  # the samples requested with it are as outdated
             raise
 
-    def forget(self) -> None:
-        """What was made, or is to be, is not wanted any more."""
-        with self._turn:
+    def discard(self) -> None:
+        """Discard the prepared samples, and cancel the pending ones."""
+        with self._lock:
             while self._prepared:
                 self._prepared.popleft().cancel()
 
     def stop(self, timeout: float = _DEADLINE) -> None:
-        """End the thread. May be called twice."""
-        self.leave()
+        """End the thread and wait for it. May be called twice."""
+        self.request_stop()
         join(self._thread, timeout, "the thread that prepares samples")
 
-    def leave(self) -> None:
-        """Tell it to end, and do not wait."""
+    def request_stop(self) -> None:
+        """Tell the thread to end, without waiting for it."""
         self.closing.set()
-        self.forget()
+        self.discard()
         self._tasks.put(None)
 
 
@@ -84,12 +84,12 @@ def _work(tasks: queue.SimpleQueue[tuple[Callable[[], T], Future[T]] | None]) ->
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(make())
-            except BaseException as error:  # raised where the sample is asked for
+            except BaseException as error:  # raised where the sample is requested
                 future.set_exception(error)
-        del task, make, future  # while there is nothing to do, no buffer is kept alive
+        del task, make, future  # keep no buffer alive while idle
 
 
 def _stop_all() -> None:
-    for one in list(_all):
+    for one in list(_open):
         with contextlib.suppress(WorkerSilent):
             one.stop(1.0)

@@ -1,11 +1,11 @@
-"""ReplayBuffer: frames of any number of writers, samples for any number of readers.
+"""ReplayBuffer: any number of writers add frames, and any number of readers draw samples.
 
     extend ──► reserve → write → commit ──► rows ──► draw → read → still there? ──► sample
     (any process or thread)                         (any process or thread)
 
-Guarantees: a sample holds committed rows only, each as its writer wrote it; a writer that dies, however it dies, costs
-its own unfinished rows and nothing else; slices and windows of n steps never cross an episode, a writer, the end of the
-ring or a crash.
+Guarantees: a sample holds committed rows only, each exactly as its writer wrote it. If a writer dies in any way, only
+its own unfinished rows are lost. Slices and n-step windows never cross the end of an episode, rows of two writers, the
+end of the ring or rows lost in a crash.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reap.buffers.prefetch import Prefetch
 from reap.buffers.row_reader import RowReader
 from reap.buffers.row_source import Feed, sample_while
 from reap.buffers.samplers import RandomSampler, Sampler
-from reap.buffers.snapshots import dump, restore, snapshot, undump
+from reap.buffers.snapshots import dump, load_dump, restore, snapshot
 from reap.buffers.storage.batch_writer import BatchWriter, as_batch
 from reap.buffers.storage.buffer_files import BufferFiles
 from reap.buffers.storage.ring import COUNT
@@ -40,31 +40,32 @@ from reap.buffers.transforms import Transforms
 from reap.errors import NoSpace, ReapError, Starved, UsageError, WrongArgument, WrongState
 
 DEFAULT_SIZE = 1000
-_MOST_AHEAD = 1000  # samples that a thread prepares
+_MOST_AHEAD = 1000  # the most samples a thread may prepare
 
 
 class ReplayBuffer:
-    """Frames in, samples out.
+    """A replay buffer: stores one row per frame and draws samples from the rows.
 
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256)
     >>> buffer.extend(batch)                    # [T] or [N, T]: a row for each frame
     >>> sample = buffer.sample()                # [256]
 
     Args:
-        storage: how many rows, and where: `LazyTensorStorage` (memory), `LazyMemmapStorage` (disk).
+        storage: how many rows there are, and where they lie: `LazyTensorStorage` (memory), `LazyMemmapStorage` (disk).
         sampler: `RandomSampler()` by default.
-        batch_size: of a sample; `sample(n)` goes before it.
+        batch_size: rows per sample; `sample(n)` overrides it.
         prefetch: how many samples a thread prepares ahead.
-        transform: called with every sample; its `inv`, if it has one, with what is written. `MultiStep` looks ahead.
+        transform: called with every sample; its `inv`, if it has one, with all data before it is written. `MultiStep`
+            also reads the rows that follow.
         collate_fn: called with a sample before the transform.
-        pin_memory: samples in pinned memory.
-        generator: where random numbers come from; torch's own by default.
-        writer: rows are written in turn, whatever says so.
-        dim_extend, shared, compilable, delayed_init: accepted as TorchRL has them; there is nothing to choose here.
-        limiter: `SamplesPerInsert` keeps a collector in the background and what is sampled in proportion.
+        pin_memory: return samples in pinned memory.
+        generator: source of random numbers; torch's global generator by default.
+        writer: only a round-robin writer is accepted, since rows are always written in turn.
+        dim_extend, shared, compilable, delayed_init: accepted for compatibility with TorchRL; they have no effect.
+        limiter: `SamplesPerInsert` keeps a ratio between the rows a background collector writes and those sampled.
     """
 
-    _tells = False  # whether samples hold what is known about their rows
+    _with_info = False  # whether samples contain the info about their rows (index, weights, slice ends)
 
     def __init__(
         self,
@@ -106,75 +107,78 @@ class ReplayBuffer:
         self._memory: BufferFiles = self._storage.open()
         self._cuts = self._storage.cuts or self._sampler.cuts
         self._reader = RowReader(
-            self._memory, self._sampler, self._cuts, tells=self._tells, device=self._storage.device, pin=pin
+            self._memory, self._sampler, self._cuts, with_info=self._with_info, device=self._storage.device, pin=pin
         )
         self._writer = BatchWriter(self._memory, self._cuts, self._reader.check_names)
         self._set_transforms(transforms)
-        self._sampling = threading.RLock()  # samplers remember; rows need no lock
-        self._prefetch, self._last = prefetch, False
-        self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
-        renew(self, _sampling=threading.RLock, _pool=lambda: None)  # rows are shared with forks; threads are not
+        self._sampler_lock = threading.RLock()  # guards the state of the sampler; rows need no lock
+        self._ahead, self._round_ended = prefetch, False
+        self._prefetcher: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
+        renew(self, _sampler_lock=threading.RLock, _prefetcher=lambda: None)  # a fork has the rows, but not our threads
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def extend(self, data: TensorDictBase | Tensor | Sequence[TensorDictBase | Tensor]) -> Tensor:
-        """Write a row for each frame of a batch `[…, T]`; their numbers. Frames whose mask is False are left out.
+        """Write one row per frame of a batch `[…, T]` and return the row numbers.
 
-        Single frames may come in a list.
+        Frames whose mask is False are left out. A list of single frames is accepted, too.
         """
         return torch.from_numpy(self._writer.write(as_batch(data, self._transforms.inverse)))
 
     def add(self, data: TensorDictBase | Tensor) -> int:
-        """Write one frame; its row's number."""
+        """Write one frame and return its row number."""
         if not isinstance(data, (Tensor, TensorDictBase)):
             raise WrongArgument(f"add takes a TensorDict or a tensor, got {type(data).__name__}")
         return int(self._writer.write(as_batch(data.unsqueeze(0), self._transforms.inverse))[0])
 
     def empty(self) -> None:
-        """Forget every row."""
-        with self._sampling:
+        """Remove all rows."""
+        with self._sampler_lock:
             self._memory.ring.empty()
             self._sampler.empty()
-            if self._pool is not None:
-                self._pool.forget()
+            if self._prefetcher is not None:
+                self._prefetcher.discard()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """The next sample; with `return_info`, also the rows' numbers and what else the sampler says."""
+        """Return the next sample; with `return_info`, also a dictionary of row numbers and the sampler's info."""
         if batch_size is not None:
             batch_size = arguments.whole(batch_size, "batch_size", 1, LARGEST)
         count = batch_size or self._batch_size
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
-        if self._prefetch and batch_size in (None, self._batch_size):
-            if (pool := self._pool) is None:
-                with self._sampling:  # of threads that ask at once, one opens it
-                    pool = self._pool = self._pool or Prefetch(self._prefetch)
-            make = functools.partial(self._sample, count, pool.closing.is_set, threading.get_ident())
-            sample, info, self._last = pool.next(make)
+        if self._ahead and batch_size in (None, self._batch_size):
+            if (prefetcher := self._prefetcher) is None:
+                with self._sampler_lock:  # if several threads sample at once, only one creates it
+                    prefetcher = self._prefetcher = self._prefetcher or Prefetch(self._ahead)
+            make = functools.partial(self._sample, count, prefetcher.closing.is_set, threading.get_ident())
+            sample, info, self._round_ended = prefetcher.next(make)
         else:
-            sample, info, self._last = self._sample(count)
+            sample, info, self._round_ended = self._sample(count)
         return (sample, info) if return_info else sample
 
     def sample_while(self, collector: Any, batch_size: int | None = None, return_info: bool = False) -> Iterator[Any]:
-        """Samples for as long as a collector fills this buffer in the background: a learner's whole loop.
+        """Yield samples for as long as a collector fills this buffer in the background: a learner's whole loop.
 
         >>> collector.start()
         >>> for sample in buffer.sample_while(collector):
         ...     learn(sample)
 
-        It ends when the collector has made all its frames, whoever is faster; with a limiter, when as many rows were
-        sampled as its ratio asks for. After `shutdown()` it ends at once. What goes wrong in the background is raised
-        before the next sample, with its cause.
+        The loop ends when the collector has made all its frames, whether learner or collector is faster; with a
+        limiter, when as many rows were sampled as its ratio asks for. After the collector's `shutdown()` it ends at
+        once. An error in the background is raised before the next sample, with its cause.
         """
         self.feed.check(collector)
         return sample_while(collector, functools.partial(self.sample, batch_size, return_info), lambda: self.owed)
 
     def _sample(
-        self, count: int, closing: Callable[[], bool] | None = None, asker: int | None = None
+        self, count: int, closing: Callable[[], bool] | None = None, for_thread: int | None = None
     ) -> tuple[Any, dict[Any, Any], bool]:
-        """A sample, what is known about it, whether it is the last of a round. Until `closing`, rows are awaited."""
+        """Return a sample, its info, and whether it is the last of a round. Wait for missing rows until `closing()`.
+
+        `for_thread`: the thread that the sample is for, if it is not the calling one.
+        """
         since, released = None, False
         while True:
             try:
@@ -184,12 +188,12 @@ class ReplayBuffer:
                     raise
                 since = since or time.monotonic()
                 patience = None if self.limiter is None else self.limiter.timeout
-                released = self.feed.wait(why, since, patience, asker)
+                released = self.feed.wait(why, since, patience, for_thread)
 
     def _sample_now(self, count: int, *, limited: bool = True) -> tuple[Any, dict[Any, Any], bool]:
-        """The same, or `Starved`. Not `limited`: there is no collector any more to be in proportion to."""
+        """Like `_sample`, but raise `Starved` instead of waiting. Not `limited`: the limiter no longer applies."""
         limiter = self.limiter if limited else None
-        with self._sampling:
+        with self._sampler_lock:
             if limiter is not None:
                 limiter.check(self._memory.ring)
             try:
@@ -199,7 +203,7 @@ class ReplayBuffer:
                     raise
                 raise NoSpace(f"batch_size={count}: such a sample does not fit into memory ({error!r:.200})") from None
             last = self._sampler.ran_out
-        count = len(rows)  # fewer at the end of a round, and where episodes are short
+        count = len(rows)  # fewer at the end of a round, or where episodes are short
         if limiter is not None:
             limiter.count(self._memory.ring, count)
         sample = self._reader.deliver(columns, count, info)
@@ -208,7 +212,7 @@ class ReplayBuffer:
         return self._transforms(sample), info, last
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows by number, transformed as samples are; a slice leaves out those being written. Writers wait."""
+        """Return rows by number, transformed like samples. A slice skips rows being written. Writers wait meanwhile."""
         if not len(self):
             raise WrongState("the buffer is empty: there is no row to look at")
         if isinstance(index, Tensor):
@@ -220,15 +224,15 @@ class ReplayBuffer:
         return sample if chosen.ndim == 1 else sample.reshape(chosen.shape)
 
     def __iter__(self) -> Iterator[Any]:
-        """Samples; without replacement, until every row was seen, else for ever."""
+        """Yield samples: without replacement until every row was seen once, with other samplers for ever."""
         if self._batch_size is None:
             raise WrongState("no batch_size: give one to the buffer to iterate over it")
-        self._last = False
-        while not self._last:
+        self._round_ended = False
+        while not self._round_ended:
             yield self.sample()
 
     def next(self) -> Any:
-        """The next sample of an endless iteration."""
+        """Return the next sample, without end."""
         return self.sample()
 
     def __len__(self) -> int:
@@ -237,31 +241,31 @@ class ReplayBuffer:
     # ---- priorities ---------------------------------------------------------------------------------------------
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """New priorities for these rows; nothing happens where the sampler has none."""
+        """Set the priorities of these rows. Does nothing if the sampler has no priorities."""
         if isinstance(index, tuple) and index:
             index = index[0]
         rows, values = np.atleast_1d(_array(index, "index")), np.atleast_1d(_array(priority, "priority", torch.float64))
-        with self._sampling:
+        with self._sampler_lock:
             self._sampler.update_priority(self._memory, rows, values)
 
     # ---- sharing ------------------------------------------------------------------------------------------------
 
     def share(self, shared: bool = True) -> ReplayBuffer:
-        """Nothing to do: the memory can be shared at any time. See `handle`."""
+        """Do nothing and return the buffer: its memory can be shared at any time. See `handle`."""
         return self
 
     def handle(self) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """What another process needs: descriptors to inherit, and a description to send.
+        """Return what another process needs to open this buffer: descriptors to inherit and a description to send.
 
         >>> fds, description = buffer.handle()            # here
-        >>> buffer = ReplayBuffer.open(fds, description)  # there, with the numbers the descriptors have there
+        >>> buffer = ReplayBuffer.open(fds, description)  # in the other process, with its descriptor numbers
         """
         about = {"capacity": self._memory.capacity, "cuts": self._cuts, "batch": self._batch_size}
         return self._memory.fds, {**about, "place": self._memory.place, "limiter": self.limiter}
 
     @classmethod
     def open(cls, fds: Sequence[int], description: Mapping[str, Any], **options: Any) -> ReplayBuffer:
-        """A buffer that another process made. It owns the descriptors from now on."""
+        """Open a buffer that another process made. The returned buffer owns the descriptors from now on."""
         storage = LazyTensorStorage(description["capacity"])
         storage.memory = BufferFiles(description["capacity"], fds, place=description["place"])
         storage.cuts = description["cuts"]
@@ -269,9 +273,10 @@ class ReplayBuffer:
         return cls(storage=storage, **{**known, **options})
 
     def watch(self, timeout: float | None, worker: int | None = None) -> None:
-        """Wait for `timeout` seconds at most for a writer or reader that does not finish: `WorkerSilent`, by name.
+        """Raise `WorkerSilent` from now on, naming the culprit, after waiting `timeout` seconds for another process.
 
-        `worker`: by which number others call this process. A collector tells its buffer and its workers.
+        `worker`: the number under which other processes' errors name this one. A collector calls this on its own buffer
+        and in its workers.
         """
         if timeout is not None:
             timeout = arguments.number(timeout, "timeout", 0, above=True, endless=True)
@@ -284,28 +289,28 @@ class ReplayBuffer:
     # ---- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows, marks and priorities, in the order of the ring. Writers wait meanwhile."""
-        with self._sampling:
+        """Return rows, marks and the sampler's state, rows in the order of the ring. Writers wait meanwhile."""
+        with self._sampler_lock:
             return snapshot(self._memory, self._sampler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, in place of what is there; the storage is at least as large as that one was.
+        """Replace the contents by a state from `state_dict`. The storage must be at least as large as the saved one.
 
-        In a larger one the oldest row is row 0, and what is written comes after the newest.
-        A state that is damaged, or of another kind of buffer, is an error and changes nothing.
+        In a larger storage the oldest row becomes row 0, and new rows are written after the newest.
+        A state that is damaged, or of another kind of buffer, raises an error and changes nothing.
         """
-        with self._sampling:
+        with self._sampler_lock:
             restore(self._memory, self._sampler, state)
-            if self._pool is not None:
-                self._pool.forget()
+            if self._prefetcher is not None:
+                self._prefetcher.discard()
 
     def dumps(self, path: str | Path) -> None:
-        """Write everything to a directory. The dump that is there already stays whole until the new one is."""
+        """Write everything to a directory. A dump already there stays intact until the new one is complete."""
         dump(path, self.state_dict())
 
     def loads(self, path: str | Path) -> None:
-        """Read back what `dumps` wrote. A dump that is damaged is a `CorruptState` and changes nothing."""
-        self.load_state_dict(undump(path))
+        """Read back what `dumps` wrote. A damaged dump raises `CorruptState` and changes nothing."""
+        self.load_state_dict(load_dump(path))
 
     dump = save = dumps
     load = loads
@@ -314,32 +319,32 @@ class ReplayBuffer:
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
+        """The number of rows ever written."""
         return int(self._memory.ring.words[COUNT])
 
     @property
     def may_write(self) -> bool:
-        """Whether a collector in the background is to go on; False while the limiter has it rest."""
+        """Whether a background collector should go on; False while the limiter makes it rest."""
         return self.limiter is None or self.limiter.may_write(self._memory.ring)
 
     @property
     def owed(self) -> bool:
-        """Whether more rows must be sampled for those that are written, if the limiter's ratio is to be met."""
+        """Whether more rows must be sampled to meet the limiter's ratio for the rows already written."""
         return self.limiter is not None and self.limiter.behind(self._memory.ring) > 0
 
     @property
     def storage(self) -> Storage:
-        """Where the rows are."""
+        """The storage that holds the rows."""
         return self._storage
 
     @property
     def sampler(self) -> Sampler:
-        """What draws them."""
+        """The sampler that draws rows."""
         return self._sampler
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a sample."""
+        """The number of rows per sample."""
         return self._batch_size
 
     @property
@@ -349,37 +354,37 @@ class ReplayBuffer:
 
     @property
     def transforms(self) -> tuple[Any, ...]:
-        """Called with every sample, in this order; their inverses with what is written, in the other."""
+        """The transforms, called in this order with every sample; inverses, in reverse order, with what is written."""
         return self._transforms.all
 
     def append_transform(self, transform: Any) -> ReplayBuffer:
-        """One more transform, after the others."""
+        """Add a transform after the others."""
         return self.insert_transform(len(self._transforms.all), transform)
 
     def insert_transform(self, index: int, transform: Any) -> ReplayBuffer:
-        """One more transform, before the one at `index`."""
+        """Add a transform before the one at `index`."""
         self._set_transforms(self._transforms.inserted(index, transform))
         return self
 
     def _set_transforms(self, transforms: Transforms) -> None:
         self._transforms = transforms
-        self._reader.look_ahead(transforms.ahead)
+        self._reader.set_multistep(transforms.multistep)
 
     def set_rng(self, generator: torch.Generator) -> None:
-        """Where random numbers come from."""
+        """Set the source of random numbers."""
         self._generator = arguments.generator(generator, "generator")
 
     def shutdown(self) -> None:
         """End the thread that prepares samples."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool = None
+        if self._prefetcher is not None:
+            self._prefetcher.stop()
+            self._prefetcher = None
 
     def __del__(self) -> None:
-        if contextlib is not None:  # else Python ends, and takes everything along
+        if contextlib is not None:  # None while the interpreter shuts down: nothing to do then
             with contextlib.suppress(Exception):
-                if self._pool is not None:
-                    self._pool.leave()
+                if self._prefetcher is not None:
+                    self._prefetcher.request_stop()
 
     def __repr__(self) -> str:
         parts = f"storage={self._storage}, sampler={self._sampler}, batch_size={self._batch_size}"
@@ -387,13 +392,13 @@ class ReplayBuffer:
 
 
 def made(name: str, part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
-    """A part of a buffer: given, given as its maker, or the usual one."""
+    """Return a part of a buffer: `part` itself, what `part` makes if it is a factory, or the default."""
     if isinstance(part, kind):
         return part
     part = default if part is None else part
     try:
         made = part() if callable(part) else part
-    except TypeError as error:  # it wants arguments
+    except TypeError as error:  # the factory needs arguments
         raise WrongArgument(f"{name} is a {kind.__name__}, or makes one without arguments: {error}") from error
     if not isinstance(made, kind):
         raise WrongArgument(f"{name} is a {kind.__name__} of reap.data, or makes one; got {type(made).__name__}")

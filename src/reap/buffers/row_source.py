@@ -1,9 +1,9 @@
-"""Feed: who writes rows in the background, and what a reader does when there are too few.
+"""Feed: the collectors that write rows in the background, and what a reader does when there are too few rows.
 
-sample ──► too few rows ──► is somebody bringing more? ──► yes: wait, look again
-                                                     ├──► not now: the error that says why
-                                                     ├──► they failed: their error
-                                                     └──► never again: what is there is all there is; nobody to wait for
+sample ──► too few rows ──► is a collector bringing more? ──► yes: wait, try again
+                                                        ├──► not now: raise the error that says why
+                                                        ├──► it failed: raise its error
+                                                        └──► never again: sample what is there, without waiting
 
 sample_while: a learner's loop, for as long as a collector brings rows
 """
@@ -18,42 +18,42 @@ from typing import Any, Protocol
 
 from reap.errors import Starved, UsageError, WrongArgument, WrongState
 
-_LOOK = 0.001  # seconds between looks at rows that other processes write: there is nothing to wait on
+_POLL = 0.001  # seconds between polls: rows of other processes give us no handle to wait on
 _PATIENCE = 60.0  # seconds without a single new row
 
 
 class Source(Protocol):
-    """Something that fills a buffer."""
+    """Something that fills a buffer in the background: a collector."""
 
     def bringing(self) -> bool:
-        """Whether rows are still to come. What went wrong with it is raised."""
+        """Return whether more rows will come. Raise the error if the source has failed."""
 
     def over(self) -> bool:
-        """Whether it will never bring another row."""
+        """Return whether it will never bring another row."""
 
     def paused_without(self, thread: int) -> bool:
-        """Whether it brings rows again when another thread than this one ends a pause."""
+        """Return whether it is paused, and a thread other than `thread` will end the pause."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was shut down."""
+        """Whether the source was shut down."""
 
 
 class Feed:
-    """The sources of a buffer, if it has any. They are not kept alive."""
+    """Holds the sources of a buffer, if any, by weak references."""
 
     def __init__(self) -> None:
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
         self._had_one = False
-        self._paused_at = 0.0  # when a source was last seen to rest in a pause that somebody else will end
+        self._paused_at = 0.0  # when a source was last seen in a pause that another thread will end
 
     def attach(self, source: Source) -> None:
-        """From now on rows come from there too."""
+        """Add a source of rows."""
         self._sources.add(source)
         self._had_one = True
 
     def check(self, source: Any) -> None:
-        """Refuse what does not fill this buffer in the background."""
+        """Raise unless `source` fills this buffer in the background."""
         if not all(callable(getattr(source, name, None)) for name in ("bringing", "over", "paused_without")):
             raise WrongArgument(f"sample_while takes a collector of reap's, got {type(source).__name__}")
         if source not in self._sources:
@@ -63,42 +63,43 @@ class Feed:
                 f"sample_while samples while a collector runs: {type(source).__name__}.start() comes first"
             )
 
-    def wait(self, why: Starved, since: float, patience: float | None = None, asker: int | None = None) -> bool:
-        """Rows have been missing `since` then: return when it is worth a look, or raise `why`.
+    def wait(self, why: Starved, since: float, patience: float | None = None, for_thread: int | None = None) -> bool:
+        """Wait a moment before a reader that lacks rows `since` then tries again, or raise `why`.
 
-        True: the last look, all sources have ended. `patience`: how long to wait for writers that nobody knows; None:
-        not at all. The time of a pause does not count, unless the `asker`, the thread the sample is for, began it.
+        Return True if all sources have ended: the next try is the last. `patience`: seconds to wait for writers that
+        are not attached here; None: do not wait for them. The time of a pause does not count, unless `for_thread`, the
+        thread that the sample is for, began the pause.
         """
         sources = list(self._sources)
         if not sources and self._had_one:
-            return True  # they are gone with their program's last reference to them
+            return True  # the program has dropped its collectors
         if not sources and patience is None:
             raise why
-        more = [source.bringing() for source in sources]  # all are asked: one may have failed
+        more = [source.bringing() for source in sources]  # call it on all sources: one may have failed
         if more and not any(more):
             if all(source.over() for source in sources):
                 return True
             raise why
-        now, asker = time.monotonic(), threading.get_ident() if asker is None else asker
-        if any(source.paused_without(asker) for source in sources):
+        now, for_thread = time.monotonic(), threading.get_ident() if for_thread is None else for_thread
+        if any(source.paused_without(for_thread) for source in sources):
             self._paused_at = now
         waited, limit = now - max(since, self._paused_at), _PATIENCE if patience is None else patience
         if waited > limit:
             raise Starved(f"{why}; nothing came for {waited:.0f} s")
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
         return False
 
 
 def sample_while(source: Source, sample: Callable[[], Any], owed: Callable[[], bool]) -> Iterator[Any]:
-    """What `sample` returns, until `source` has brought its last row and no sample is `owed` for those there are.
+    """Yield what `sample` returns, until `source` has brought its last row and no more samples are `owed`.
 
-    What went wrong with the source is raised before the next sample.
+    An error of the source is raised before the next sample.
     """
     while source.bringing() or (not source.closed and owed()):
         try:
             drawn = sample()
         except Starved:
-            if source.over():  # and there is not a single row
+            if source.over():  # and the buffer has not a single row
                 return
             raise
         yield drawn

@@ -1,9 +1,9 @@
-"""Samplers: which rows make the next sample. They draw positions, never rows: see ring.py.
+"""Samplers: choose the rows of the next sample. They draw positions, not row numbers: see ring.py.
 
-RandomSampler                every row alike
+RandomSampler                all rows with equal probability
 SamplerWithoutReplacement    every row once, then again
 PrioritizedSampler           in proportion to priority ** alpha
-SliceSampler                 runs of rows, none over the end of an episode, a writer, the ring or a crash
+SliceSampler                 runs of rows that never cross an episode, a writer, the ring's end or a crash
 """
 
 from __future__ import annotations
@@ -27,57 +27,57 @@ from reap.spec import AnyKey, Key, Leaf, show
 Array = np.ndarray[Any, Any]
 Info = dict[Any, torch.Tensor]
 _TRIES = 16
-_own = threading.local()
+_scratch = threading.local()
 
 
 class Sampler:
-    """Draws `count` positions of committed rows."""
+    """Draws positions of committed rows. The base class of all samplers."""
 
-    alone = False  # whether writers must wait while it draws and reads: for samplers that cannot draw again
+    alone = False  # True for samplers that cannot draw again: writers wait while it draws and rows are read
     ran_out = False
-    cuts = Cuts()  # what it needs runs to be cut by
-    says: tuple[Key, ...] = ()  # names of what it tells about each row of a sample
+    cuts = Cuts()  # the leaves by which runs are cut for it
+    says: tuple[Key, ...] = ()  # names of the entries it adds to each row of a sample
 
     def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
-        """Positions, which this thread's next draw may write over, and what is to be known about them."""
+        """Return positions and the info about them. This thread's next draw may overwrite the positions."""
         raise NotImplementedError
 
     def check_columns(self, columns: Mapping[Key, Leaf]) -> None:
-        """Raise if samples of rows with these columns have no room for what is told about them."""
-        refuse_taken(columns, [("index",), *self.says], "a sample says about itself")
+        """Raise if one of these columns has the name of an entry that the sampler adds to samples."""
+        check_names_free(columns, [("index",), *self.says], "a sample says about itself")
 
     def update_priority(self, memory: BufferFiles, index: Array, priority: Array) -> None:
-        """Only some samplers have priorities."""
+        """Set priorities; does nothing in samplers that have none."""
 
     def empty(self) -> None:
-        """Forget what is known about rows."""
+        """Forget everything about rows."""
         self.ran_out = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to go on from here."""
+        """Return the state from which `load_state_dict` can resume."""
         return {}
 
     def check_state(self, state: Mapping[str, Any], head: int) -> None:
-        """Raise `CorruptState` if `load_state_dict` could not go on from there. `head`: all positions are below it."""
+        """Raise `CorruptState` if `load_state_dict` could not resume from `state`, whose positions are below `head`."""
 
     def grown(self, state: Mapping[str, Any], old: int, new: int, first: int) -> Mapping[str, Any]:
-        """Its state in a buffer of `old` rows, for one of `new` rows in which position `first` is row 0."""
+        """Return `state`, from a buffer of `old` rows, for one of `new` rows in which position `first` is row 0."""
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
-        """Go on from there, with positions that have moved on by `shift`."""
+        """Resume from `state`, with `shift` added to all its positions."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-def nothing() -> Starved:
-    """The error for a buffer without rows."""
+def empty_buffer() -> Starved:
+    """Return the error for a buffer without rows."""
     return Starved("cannot sample: the buffer is empty; extend it first")
 
 
-def refuse_taken(columns: Iterable[Key], names: Iterable[Key], who: str) -> None:
-    """Raise if a column has one of these names, or lies in it, or it would lie in a column."""
+def check_names_free(columns: Iterable[Key], names: Iterable[Key], who: str) -> None:
+    """Raise if a column has one of these names, is nested in it, or contains it."""
     for name in names:
         for key in columns:
             if key[: len(name)] == name or name[: len(key)] == key:
@@ -91,7 +91,7 @@ def _require(right: bool, name: str, value: Any) -> None:
 
 
 class RandomSampler(Sampler):
-    """Every row alike, with replacement.
+    """Draws all rows with equal probability, with replacement.
 
     >>> ReplayBuffer(storage=LazyTensorStorage(10_000), sampler=RandomSampler(), batch_size=256)
     """
@@ -100,7 +100,7 @@ class RandomSampler(Sampler):
         ring = memory.ring
         low, high = ring.window()
         if low == high:
-            raise nothing()
+            raise empty_buffer()
         positions = _between(low, high, count, generator)
         if not ring.holes(low):
             return positions, {}
@@ -109,18 +109,18 @@ class RandomSampler(Sampler):
             if not len(bad):
                 return positions, {}
             positions[bad] = _integers(high - low, len(bad), generator) + low
-        live = _live(memory, low, high)
+        live = _without_holes(memory, low, high)
         return live[_integers(len(live), count, generator)], {}
 
 
 class SamplerWithoutReplacement(Sampler):
-    """Every row once, in random order, then all over again; iterating over the buffer ends with the round.
+    """Draws every row once, in random order, then begins the next round. Iterating over the buffer ends after a round.
 
-    Rows that arrive during a round are drawn from the next one on, those that are overwritten are left out.
+    Rows that arrive during a round are drawn from the next round on; rows overwritten meanwhile are left out.
 
     Args:
-        drop_last: leave out what is left of a round when it is less than a batch.
-        shuffle: False for the order in which rows were written.
+        drop_last: skip the rows left at the end of a round if they are fewer than a batch.
+        shuffle: False draws rows in the order in which they were written.
     """
 
     alone = True
@@ -133,7 +133,7 @@ class SamplerWithoutReplacement(Sampler):
         low, high = memory.ring.window()
         left = self._left[self._left >= low]
         if len(left) < (count if self.drop_last else 1):
-            left = _live(memory, low, high)
+            left = _without_holes(memory, low, high)
             if self.shuffle:
                 left = left[torch.randperm(len(left), generator=generator).numpy()]
             if self.drop_last and len(left) < count:
@@ -160,16 +160,16 @@ class SamplerWithoutReplacement(Sampler):
 
 
 class PrioritizedSampler(Sampler):
-    """In proportion to `(priority + eps) ** alpha`; new rows have the largest priority seen so far.
+    """Draws rows in proportion to `(priority + eps) ** alpha`. New rows get the largest priority seen so far.
 
-    Samples carry `priority_weight`, `(probability / smallest) ** -beta`, to correct for it.
+    Samples carry the importance weight `priority_weight`, which is `(probability / smallest probability) ** -beta`.
 
     Args:
-        max_capacity: as many rows as the storage holds.
-        alpha: 0 is uniform, 1 is in proportion.
-        beta: how much of it the weights correct.
+        max_capacity: the number of rows of the storage.
+        alpha: 0 draws uniformly, 1 in proportion to priorities.
+        beta: how much of the bias the weights correct; 1 is all of it.
         eps: added to every priority, so that none is zero.
-        reduction: of a priority with several values per row: "max", "min", "mean" or "median".
+        reduction: makes one priority of several values per row: "max", "min", "mean" or "median".
     """
 
     says = (("priority_weight",),)
@@ -210,7 +210,7 @@ class PrioritizedSampler(Sampler):
         self._catch_up(memory)
         tree, total = self._tree, self._tree.total
         if not total:
-            _live(memory, self._low, self._high)  # raises if there is no row, be it that writers died with all of them
+            _without_holes(memory, self._low, self._high)  # raises if no row is left, for instance because writers died
             raise WrongState("every priority is zero: there is none to draw")
         rows = tree.draw(torch.rand(count, dtype=torch.float64, generator=generator).numpy())
         # Weights in float64 and as one power of the ratio: small priorities neither overflow nor lose their digits.
@@ -220,7 +220,7 @@ class PrioritizedSampler(Sampler):
         return positions, {"priority_weight": torch.from_numpy(weights).to(self.dtype)}
 
     def _catch_up(self, memory: BufferFiles) -> None:
-        """Take in the rows that came since, and forget those that went."""
+        """Add the rows written since the last call, and remove the overwritten ones."""
         if self.max_size != memory.capacity:
             raise UsageError(f"max_capacity is {self.max_size}, the storage holds {memory.capacity} rows")
         ring = memory.ring
@@ -228,10 +228,10 @@ class PrioritizedSampler(Sampler):
         if (low, high) == (self._low, self._high):
             return
         value = self._power(np.array(self.default_priority))
-        for first, end in _pieces(self._low, min(low, self._high), memory.capacity):
+        for first, end in _row_ranges(self._low, min(low, self._high), memory.capacity):
             self._tree.fill(first, end, 0.0)
         fresh = max(self._high, low)
-        for first, end in _pieces(fresh, high, memory.capacity):
+        for first, end in _row_ranges(fresh, high, memory.capacity):
             holes = ring.holes(low)
             self._tree.fill(first, end, np.where(ring.marks[first:end] == HOLE, 0.0, value) if holes else value)
         self._low, self._high = low, high
@@ -246,7 +246,7 @@ class PrioritizedSampler(Sampler):
         if not (np.isfinite(priority) & (priority >= 0)).all():
             raise UsageError(f"priorities are finite and not negative, got {priority.tolist()[:10]}")
         index, priority = np.broadcast_arrays(index, priority)
-        live = (index - self._low) % memory.capacity < self._high - self._low  # rows that went meanwhile stay away
+        live = (index - self._low) % memory.capacity < self._high - self._low  # rows overwritten meanwhile get none
         if memory.ring.holes(self._low):
             live &= memory.ring.marks[index] != HOLE
         if not live.all():
@@ -302,22 +302,23 @@ class PrioritizedSampler(Sampler):
 
 
 class SliceSampler(Sampler):
-    """Slices of episodes: `num_slices` of them in a batch, or as many of `slice_len` rows as make one.
+    """Draws slices of episodes: `num_slices` per batch, or as many slices of `slice_len` rows as fill a batch.
 
     >>> sampler = SliceSampler(slice_len=32)          # batch_size=256: 8 slices, one after another
 
-    An episode is drawn first, all alike, then a place in it. The last row of a slice is marked as truncated.
+    An episode is drawn first, all with equal probability, then a place in it. The last row of a slice is marked as
+    truncated.
 
     Args:
-        num_slices: how many slices make a batch.
-        slice_len: how many rows make a slice.
-        traj_key: where episodes' ids are, if not under ("collector", "traj_ids").
-        end_key: the flag at an episode's last row, if not ("next", "done").
-        truncated_key: where to mark the end of a slice; None for nowhere.
-        strict_length: False lets shorter episodes in, whole; a batch may then be smaller.
-        burn_in: how many rows at the beginning of each slice are there for a policy's memory to warm up, and not to be
-            learned from; `burn_in` in a sample is True for them.
-        cache_values: accepted as TorchRL has it; runs are kept up to date as rows come.
+        num_slices: the number of slices per batch.
+        slice_len: the number of rows per slice.
+        traj_key: the key of the episode ids, if not ("collector", "traj_ids").
+        end_key: the key of the flag that marks an episode's last row, if not ("next", "done").
+        truncated_key: the flag that marks the end of a slice; None: no mark.
+        strict_length: False also draws shorter episodes, whole; a batch may then be smaller.
+        burn_in: the number of rows at the start of each slice that only warm up a recurrent policy's state and are not
+            to be learned from; `burn_in` in a sample is True for them.
+        cache_values: accepted for compatibility with TorchRL; the index of episodes is always kept up to date.
     """
 
     def __init__(
@@ -354,7 +355,7 @@ class SliceSampler(Sampler):
         slices, length = self._shape(count)
         starts, lengths = memory.runs.table()
         if not len(starts):
-            raise nothing()
+            raise empty_buffer()
         self.cuts.check(memory.rows.layout.columns if memory.rows is not None else ())
         least = length if self.strict_length else self.burn_in + 1
         fit = lengths >= least
@@ -371,12 +372,12 @@ class SliceSampler(Sampler):
         starts = starts + (torch.rand(slices, dtype=torch.float64, generator=generator).numpy() * room).astype(np.int64)
         at = np.arange(length)
         inside: Any = slice(None) if self.strict_length else (at < sizes[:, None]).reshape(-1)
-        told: Info = {}
+        info: Info = {}
         if self.truncated_key is not None:
-            told[self.truncated_key] = torch.from_numpy((at == sizes[:, None] - 1).reshape(-1, 1)[inside])
+            info[self.truncated_key] = torch.from_numpy((at == sizes[:, None] - 1).reshape(-1, 1)[inside])
         if self.burn_in:
-            told["burn_in"] = torch.from_numpy(np.tile(at < self.burn_in, slices)[inside])
-        return (starts[:, None] + at).reshape(-1)[inside], told
+            info["burn_in"] = torch.from_numpy(np.tile(at < self.burn_in, slices)[inside])
+        return (starts[:, None] + at).reshape(-1)[inside], info
 
     def _check_burn_in(self, length: int | None) -> None:
         if length is not None and self.burn_in >= length:
@@ -400,12 +401,12 @@ class SliceSampler(Sampler):
 
 
 def _between(low: int, high: int, count: int, generator: torch.Generator | None) -> Array:
-    """Numbers in [low, high), in memory that this thread's next call fills again."""
-    if getattr(_own, "count", None) != count:
-        _own.count, _own.drawn = count, torch.zeros(count, dtype=torch.int64)
-        _own.seen = _own.drawn.numpy()
-    _own.drawn.random_(low, high, generator=generator)
-    seen: Array = _own.seen
+    """Return random numbers in [low, high), in memory that this thread's next call overwrites."""
+    if getattr(_scratch, "count", None) != count:
+        _scratch.count, _scratch.drawn = count, torch.zeros(count, dtype=torch.int64)
+        _scratch.seen = _scratch.drawn.numpy()
+    _scratch.drawn.random_(low, high, generator=generator)
+    seen: Array = _scratch.seen
     return seen
 
 
@@ -414,18 +415,18 @@ def _integers(below: int, count: int, generator: torch.Generator | None) -> Arra
     return drawn
 
 
-def _live(memory: BufferFiles, low: int, high: int) -> Array:
-    """All positions in [low, high) but holes."""
+def _without_holes(memory: BufferFiles, low: int, high: int) -> Array:
+    """Return all positions in [low, high) except holes."""
     live = np.arange(low, high)
     if memory.ring.holes(low):
         live = live[memory.ring.marks_of(low, high) != HOLE]
     if not len(live):
-        raise nothing()
+        raise empty_buffer()
     return live
 
 
-def _pieces(low: int, high: int, capacity: int) -> list[tuple[int, int]]:
-    """Positions [low, high) as ranges of rows: one, or two around the end of the ring."""
+def _row_ranges(low: int, high: int, capacity: int) -> list[tuple[int, int]]:
+    """Return positions [low, high) as ranges of row numbers: one, or two if they wrap around the ring."""
     if high <= low:
         return []
     if high - low >= capacity:

@@ -1,12 +1,12 @@
-"""Snapshots: a buffer's whole state as a dictionary, and as a directory on disk.
+"""Snapshots: the whole state of a buffer as a dictionary, and as a directory on disk.
 
     path/
         rows-2f….pt      rows, marks, the sampler's state          a new name each time
         buffer.json      numbers; name, size and SHA-256 of that file; its own SHA-256 in the last line
 
-A dump is what `buffer.json` says, and that is replaced in one step, when all it names is on the disk: killed at any
-moment, or with a full disk, the dump from before is whole. What is read is checked to the last byte and number before
-anything in the buffer changes. Nothing that is read is ever executed: torch's `weights_only` loads tensors and numbers.
+`buffer.json` defines the dump. It is replaced atomically, after the file it names is on the disk: if the process is
+killed at any moment, or the disk is full, the previous dump stays intact. Every byte and number that is read is checked
+before the buffer changes. Nothing that is read is executed: torch's `weights_only` loads only tensors and numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WORDS = ("head", "holes", "base")
 
 
 def snapshot(memory: BufferFiles, sampler: Sampler) -> dict[str, Any]:
-    """Rows, marks and priorities, in the order of the ring. Writers wait meanwhile."""
+    """Return rows, marks and the sampler's state, rows in the order of the ring. Writers wait meanwhile."""
     ring = memory.ring
     with ring.lock.locked():
         low, high = ring.window()
@@ -62,20 +62,20 @@ def snapshot(memory: BufferFiles, sampler: Sampler) -> dict[str, Any]:
 
 
 def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> None:
-    """Put back what `snapshot` gave, in place of what is there. An error leaves everything as it was."""
+    """Replace the contents of a buffer by a snapshot. An error leaves the buffer unchanged."""
     ring = memory.ring
     _check(state, ring.capacity)
-    with ring.alone():  # what is being written would be written over what is put back
+    with ring.exclusive():  # active writers would write over the restored rows
         if lacking := sampler.state_dict().keys() - state["sampler"].keys():
             raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
         same = state["capacity"] == ring.capacity
-        state, grown = (state, 0) if same else _from_row_0(state, sampler, ring.capacity)
+        state, grown = (state, 0) if same else _resized(state, sampler, ring.capacity)
         sampler.check_state(state["sampler"], state["words"]["head"])
         columns, marks = state["rows"], as_array(state["marks"])
         shapes = {k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()}
-        shift = ring.next_lap() - grown  # positions only grow: the old ones come back some laps later
+        shift = ring.next_lap() - grown  # positions only grow: the restored ones move on by whole laps
         before = sampler.state_dict()
-        try:  # first what can fail: a user's sampler, columns that are others
+        try:  # first the steps that can fail: a user's sampler, other columns
             sampler.load_state_dict(state["sampler"], shift)
             rows = memory.rows_for(shapes) if columns else None
         except BaseException:
@@ -86,28 +86,28 @@ def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> 
         first, lowest = head - len(marks), max(base, head - ring.capacity)
         if rows is not None:
             rows.write(first % ring.capacity, {key: as_array(value) for key, value in columns.items()})
-        # Rows that were being written when the snapshot was made are not in it: they are holes now.
+        # Rows that were being written when the snapshot was made are not in it: they become holes.
         ring.mark(lowest, np.concatenate([np.full(first - lowest, HOLE, np.uint8), marks]))
         ring.words[HOLES] = max(state["words"]["holes"] + shift, first if first > lowest else 0)
         ring.words[BASE] = base
         ring.words[COUNT], ring.words[SAMPLED] = state["count"], state["sampled"]
         ring.words[HEAD] = head
-        ring.words[FRONTIER] = head  # last: now they may be read
+        ring.words[FRONTIER] = head  # last: makes the rows readable
 
 
-def _from_row_0(state: Mapping[str, Any], sampler: Sampler, capacity: int) -> tuple[dict[str, Any], int]:
-    """The state of a smaller buffer, for one that holds so many rows: its oldest row is row 0 there.
+def _resized(state: Mapping[str, Any], sampler: Sampler, capacity: int) -> tuple[dict[str, Any], int]:
+    """Convert the state of a smaller buffer to one of `capacity` rows, in which its oldest row is row 0.
 
-    Returns it, and the position of that row.
+    Return the new state, and the position of that row.
     """
     words = state["words"]
     first = words["head"] - len(state["marks"])
-    told = sampler.grown(state["sampler"], state["capacity"], capacity, first)
-    return {**state, "sampler": told, "words": {**words, "base": first}}, first
+    sampler_state = sampler.grown(state["sampler"], state["capacity"], capacity, first)
+    return {**state, "sampler": sampler_state, "words": {**words, "base": first}}, first
 
 
 def _check(state: Any, capacity: int) -> None:
-    """Raise if this is no state of a buffer of that size, as far as that can be known without the buffer."""
+    """Raise if this is not a valid state for a buffer of that size, as far as can be checked without the buffer."""
     if not isinstance(state, Mapping):
         raise WrongArgument(f"state is what state_dict() returns, got {type(state).__name__}")
     for name in (*_NUMBERS, *_PARTS):
@@ -152,7 +152,7 @@ def _described(value: Any) -> str:
 
 
 def dump(path: Any, state: Mapping[str, Any]) -> None:
-    """Write a snapshot to a directory; what is there already stays whole until this is."""
+    """Write a snapshot to a directory. A dump already there stays intact until the new one is complete."""
     path = directory(path, "path")
     token = secrets.token_hex(8)
     name, aside = f"rows-{token}.pt", f"{_MANIFEST}.{token}"
@@ -164,7 +164,7 @@ def dump(path: Any, state: Mapping[str, Any]) -> None:
                 about = {"format": _FORMAT, "file": name}
                 about |= save_tensors({part: state[part] for part in _PARTS}, path / name)
                 write_manifest(path / aside, {**about, **{number: state[number] for number in _NUMBERS}})
-                sync(handle)  # before the manifest: what it names must be there
+                sync(handle)  # before the manifest: the file it names must be on the disk
                 os.replace(path / aside, path / _MANIFEST)
             except BaseException:
                 for half in (path / name, path / aside):
@@ -173,7 +173,7 @@ def dump(path: Any, state: Mapping[str, Any]) -> None:
                 raise
             sync(handle)
             stale = [found for found in os.listdir(path) if _OURS.fullmatch(found) and found != name]
-            for found in [*stale, *(["rows.pt"] if _is_old(old) else [])]:  # what earlier dumps left, whole or not
+            for found in [*stale, *(["rows.pt"] if _is_old(old) else [])]:  # files of earlier dumps, complete or not
                 with contextlib.suppress(OSError):
                     (path / found).unlink()
     except OSError as error:
@@ -186,8 +186,8 @@ def _before(path: Path) -> str:
     return "the dump from before is whole" if (path / _MANIFEST).exists() else "nothing was written"
 
 
-def undump(path: Any) -> dict[str, Any]:
-    """Read a snapshot back. `CorruptState` for whatever is not as it was written."""
+def load_dump(path: Any) -> dict[str, Any]:
+    """Read a snapshot back. Raise `CorruptState` for anything that differs from what was written."""
     path = directory(path, "path")
     try:
         with locked(path, fcntl.LOCK_SH):
@@ -202,7 +202,7 @@ def undump(path: Any) -> dict[str, Any]:
         if path.is_dir():
             raise CorruptState(f"path={str(path)!r}: a file of this dump is missing: {error}") from None
         raise UsageError(f"path={str(path)!r} holds no dumped buffer: it is no directory") from None
-    except Exception as error:  # the many ways in which JSON, zip files, tensors and disks say that they are broken
+    except Exception as error:  # JSON, zip files, tensors and disks raise many kinds of errors when damaged
         raise CorruptState(f"path={str(path)!r}: this dump is damaged: {error!r:.300}; nothing was loaded") from error
 
 
@@ -217,7 +217,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _load_old(path: Path, text: bytes) -> dict[str, Any]:
-    """Dumps before there were checksums: they can be read, but not vouched for."""
+    """Read a dump in the older format without checksums: damage to it may go unnoticed."""
     about, parts = json.loads(text), torch.load(path / "rows.pt", weights_only=True)
     return {**{name: about[name] for name in _NUMBERS}, **{name: parts[name] for name in _PARTS}}
 

@@ -1,4 +1,4 @@
-"""Buffers by kind: samples that say which rows they are, samples by priority, and both."""
+"""Variants of `ReplayBuffer`: samples that contain their row numbers, prioritized sampling, and both."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from reap.spec import AnyKey, show
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
-    """A buffer whose samples carry their `index`, weights and slice ends, and whose priorities come in a TensorDict.
+    """A buffer whose samples contain `index`, weights and slice ends, and whose priorities are read from TensorDicts.
 
     >>> sample["td_error"] = loss_per_row
     >>> buffer.update_tensordict_priority(sample)
     """
 
-    _tells = True
+    _with_info = True
 
     def __init__(self, *, priority_key: AnyKey = "td_error", **options: Any) -> None:
         super().__init__(**options)
@@ -39,7 +39,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return index
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """New priorities for the rows of a sample, which it holds under `priority_key`."""
+        """Set the priorities of the rows of a sample to its values under `priority_key`."""
         if not isinstance(data, TensorDictBase):
             raise WrongArgument(f"data is a sample of this buffer, a TensorDict, got {type(data).__name__}")
         priority = data.get(self._priority_key, None)
@@ -82,7 +82,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
-    """Both: samples by priority, and carries index and weights in the sample.
+    """A prioritized buffer whose samples contain `index` and weights.
 
     >>> buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100_000))
     """

@@ -1,4 +1,4 @@
-"""Transforms: called with every sample in their order; their inverses, in the other order, with what is written."""
+"""Transforms: called in order with every sample; their inverses, in reverse order, with all data that is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reap.errors import UsageError, WrongArgument
 
 
 class Transforms:
-    """The transforms of a buffer. A `MultiStep` looks up rows by itself: it is `ahead`, and nothing is left to do."""
+    """The transforms of a buffer. A `MultiStep`, which reads rows by itself, is kept in `multistep` and not called."""
 
     def __init__(self, given: Sequence[Any]) -> None:
         for transform in given:
@@ -26,11 +26,11 @@ class Transforms:
                 "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
             )
         self.all = tuple(given)
-        self.ahead: MultiStep | None = given[0] if given and isinstance(given[0], MultiStep) else None
-        self._called = self.all[self.ahead is not None :]
+        self.multistep: MultiStep | None = given[0] if given and isinstance(given[0], MultiStep) else None
+        self._called = self.all[self.multistep is not None :]
 
     def inserted(self, index: int, transform: Any) -> Transforms:
-        """These and one more, before the one at `index`."""
+        """Return these transforms and one more before the one at `index`."""
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             raise WrongArgument(f"index is a whole number, got {arguments.shown(index)}")
         given = list(self.all)
@@ -38,13 +38,13 @@ class Transforms:
         return Transforms(given)
 
     def __call__(self, sample: Any) -> Any:
-        """The sample as the user gets it."""
+        """Return the transformed sample."""
         for transform in self._called:
             sample = transform(sample)
         return sample
 
     def inverse(self, data: Any) -> Any:
-        """What the user writes as it is stored."""
+        """Return the data that is stored when the user writes `data`."""
         for transform in reversed(self.all):
             if (inverse := getattr(transform, "inv", None)) is not None:
                 data = inverse(data)

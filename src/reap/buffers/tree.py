@@ -1,10 +1,10 @@
-"""SumTree: draw indices in proportion to their priority. Whole arrays at each level, no loop over items.
+"""SumTree: draws indices in proportion to their priority. Each level is one array; there is no loop over items.
 
     top      ≤ 4096 sums                one running sum, one binary search
     …        8 children each            the chosen nodes' children are one cache line: gather, running sum, count
     leaves   one priority per row       0: never drawn
 
-A sum is always made anew from its children: no error piles up, however many updates there are.
+A sum is always recomputed from its children, so that rounding errors do not accumulate over updates.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 
 _TOP = 4096
 _FAN, _EIGHT = 8, np.ones(8)
-_BLOCK = 64  # leaves that share a smallest one
+_BLOCK = 64  # leaves that share one entry of `_mins`, their smallest positive priority
 _BELOW = 1 - 2**-52
-_ONES = np.int64(0x0101010101010101)  # times 8 flags of a byte each: how many there are, in the highest byte
+_ONES = np.int64(0x0101010101010101)  # times 8 flags of one byte each: the number of set flags, in the highest byte
 Array = np.ndarray[Any, Any]
 
 
 class SumTree:
-    """Priorities of `size` items, their sum and the smallest positive one."""
+    """Holds the priorities of `size` items, their sums and the smallest positive priority."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -39,7 +39,7 @@ class SumTree:
 
     def __setitem__(self, index: Array, priority: Array) -> None:
         leaves, blocks = self._sums[0], index // _BLOCK
-        lost = leaves.take(index) <= self._mins.take(blocks)  # a block's smallest goes: look for the next one
+        lost = leaves.take(index) <= self._mins.take(blocks)  # overwrites its block's smallest: recompute that below
         leaves[index] = priority
         np.minimum.at(self._mins, blocks, np.where(priority > 0, priority, np.inf))
         if lost.any():
@@ -49,7 +49,7 @@ class SumTree:
             sums[index] = below.reshape(-1, _FAN).take(index, axis=0) @ _EIGHT
 
     def fill(self, first: int, end: int, priority: Array | float) -> None:
-        """Items [first, end): one value, or one each."""
+        """Set the priorities of items [first, end) to one value, or to one value each."""
         if first == end:
             return
         self._sums[0][first:end] = priority
@@ -73,7 +73,7 @@ class SumTree:
         return float(self._mins.min())
 
     def draw(self, uniform: Array) -> Array:
-        """Items in proportion to their priority, for numbers in [0, 1)."""
+        """Return items drawn in proportion to their priority, one for each number in [0, 1)."""
         running = self._sums[-1].cumsum()
         mass = np.minimum(uniform * running[-1], running[-1] * _BELOW)
         index: Array = running.searchsorted(mass, "right")
@@ -81,7 +81,7 @@ class SumTree:
         rows = np.arange(0, _FAN * len(mass), _FAN)
         for sums in self._sums[-2::-1]:
             running = sums.reshape(-1, _FAN).take(index, axis=0).cumsum(1)
-            # Rounding may put the mass at or beyond the end: just before it is the last child that has any.
+            # Rounding may put the mass at or beyond the end. Just below the end, it falls to the last child above zero.
             np.minimum(mass, running[:, -1] * _BELOW, out=mass)
             child = (running <= mass[:, None]).view(np.int64)[:, 0] * _ONES >> 56
             mass -= np.where(child > 0, running.take(rows + child - 1), 0.0)

@@ -1,10 +1,10 @@
-"""reap bench: how fast an env and a policy are, and which way to collect suits them.
+"""reap bench: measure how fast an env and a policy are, and which collector setting is fastest for them.
 
     reap bench CartPole-v1
     reap bench my_env.py:make --policy my_policy.py:make --seconds 5
 
-Prints frames per second of the env alone and of each way, what the time of each goes to, and the best of them as a line
-of code. `--plot` draws it.
+Prints frames per second of the env alone and of each setting, how the time of each was spent, and the fastest setting
+as a line of code. `--plot` draws a chart.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from reap.cli.named import add_policy_arguments, env_factory, in_lanes, policy_o
 from reap.cli.show import new_figure
 from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
 
-_STEPS = 64  # of each lane in a batch
+_STEPS = 64  # steps of each lane per batch
 _WIDTH = 40
 
 
 class Setting(NamedTuple):
-    """One way to collect: its name, what makes it, and how it is written."""
+    """One way to collect: its name, the function that makes its collector, and the code that a user writes."""
 
     name: str
     make: Callable[[], Any]
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said about it."""
+    """Add the arguments of this command."""
     parser.add_argument("env", metavar="ENV", help="a Gymnasium id, or FILE.py:MAKE")
     add_policy_arguments(parser)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each way (default: %(default)s)")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try each way for a while, and print what was found."""
+    """Measure each setting for a while, and print the results."""
     make, policy = env_factory(args.env), policy_of(args)
     workers = args.workers or len(os.sched_getaffinity(0))
     written = f'"{args.env}"' if ":" not in args.env else args.env.rpartition(":")[2]
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rate(make: Callable[[], Any], seconds: float) -> tuple[float, str]:
-    """Frames per second, after the first batch, and what the time of the workers went to."""
+    """Return frames per second after the first batch, and how the workers' time was spent, as text."""
     with make() as collector:
         collector.next()
         before, began = collector.stats()["frames"], time.perf_counter()
@@ -78,8 +78,8 @@ def _rate(make: Callable[[], Any], seconds: float) -> tuple[float, str]:
         ended, stats = time.perf_counter(), collector.stats()
     spent = {name: stats[f"{name}_seconds"] or 0.0 for name in ("env", "policy", "transport", "loop")}
     whole = max(sum(spent.values()), 1e-9)
-    told = " · ".join(f"{name} {part / whole:.0%}" for name, part in spent.items())
-    return (stats["frames"] - before) / (ended - began), told
+    shares = " · ".join(f"{name} {part / whole:.0%}" for name, part in spent.items())
+    return (stats["frames"] - before) / (ended - began), shares
 
 
 def _draw(path: str, env: str, rates: dict[str, float]) -> None:
@@ -95,7 +95,7 @@ def _draw(path: str, env: str, rates: dict[str, float]) -> None:
 
 
 def _ways(make: Callable[[], Any], policy: Any, workers: int, env: str) -> list[Setting]:
-    """Return what is tried. `env` is how it is written."""
+    """Return the settings to measure. `env` is the env's name in the printed code."""
     act = "None" if policy is None else "policy"
     factory = f"lambda: GymEnv({env})" if env.startswith('"') else env
     ways: list[Setting] = []

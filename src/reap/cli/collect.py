@@ -1,4 +1,4 @@
-"""reap collect: play an env and record whole episodes.
+"""reap collect: run an env and record whole episodes.
 
 reap collect CartPole-v1 --frames 10000 --out runs/cartpole
 reap collect my_env.py:make --policy my_policy.py:make --weights run/ --workers 4 --out data --format minari
@@ -16,7 +16,7 @@ from reap.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said about it."""
+    """Add the arguments of this command."""
     parser.add_argument("env", metavar="ENV", help="a Gymnasium id, or FILE.py:MAKE")
     add_policy_arguments(parser)
     parser.add_argument("--frames", type=int, default=10_000, help="how many to play (default: %(default)s)")
@@ -28,16 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collect, with a progress bar, and say what was written."""
+    """Collect with a progress bar, and print what was written. Return 1 if no episode ended."""
     if args.frames < 1:
         raise UsageError(f"--frames must be at least 1, got {args.frames}")
     make, policy = env_factory(args.env), policy_of(args)
     lanes = in_lanes(args.lanes, make)
     count = max(args.workers, 1) * args.lanes
     batch = min(max(args.frames, count), 100 * count)
-    options: dict[str, Any] = {"frames_per_batch": -(-batch // count) * count, "total_frames": args.frames}
-    if options["total_frames"] % options["frames_per_batch"]:
-        options["total_frames"] = -(-args.frames // options["frames_per_batch"]) * options["frames_per_batch"]
+    per_batch = -(-batch // count) * count
+    total = -(-args.frames // per_batch) * per_batch
+    options: dict[str, Any] = {"frames_per_batch": per_batch, "total_frames": total}
     collector = (
         MultiSyncCollector([lanes] * args.workers, policy, **options)
         if args.workers
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             for _ in collector.progress():
                 pass
     if not recording.episodes:
-        print(f"no episode ended within {options['total_frames']:,} frames: nothing was written")
+        print(f"no episode ended within {total:,} frames: nothing was written")
         return 1
     print(load(recording.path, recording.format))
     return 0

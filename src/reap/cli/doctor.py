@@ -1,4 +1,4 @@
-"""reap doctor: what is installed, what this machine has, and what would go wrong.
+"""reap doctor: show installed libraries and machine resources, and warn of problems.
 
 reap doctor
 """
@@ -21,17 +21,17 @@ _LIBRARIES = (
     *("torch", "tensordict", "gymnasium", "numpy", "torchrl", "ray", "envpool", "pettingzoo", "mujoco", "ale-py"),
     *("jax", "minari", "h5py", "pyarrow", "tensorboard", "wandb", "mlflow-skinny", "av", "pygame", "tqdm", "rich"),
 )
-_DESCRIPTORS = 1024  # a worker takes about ten, a lane in a process three
+_DESCRIPTORS = 1024  # a worker needs about ten, a lane in a process three
 _SHARED = 1 << 30
-_NONE = "–"  # the version of what is not installed
+_NONE = "–"  # shown as the version of libraries that are not installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing can be said about it."""
+    """Add no arguments: this command has none."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: nothing would go wrong."""
+    """Print the report. Return 0 if it has no warnings, else 1."""
     print(f"reap {__version__}, Python {platform.python_version()}, {platform.platform()}\n")
     for name in _LIBRARIES:
         print(f"  {name:14} {_version(name)}")
@@ -73,9 +73,11 @@ def _troubles(cores: int, descriptors: int, shared: int | None) -> Iterator[str]
             yield f"{name}={value} on {cores} cores: threads will wait for each other; set it to {cores} or less"
     if torch.get_num_threads() > cores:
         yield f"torch computes with {torch.get_num_threads()} threads on {cores} cores: torch.set_num_threads({cores})"
-    for name, needs in (("av", "videos of Gymnasium's classic envs"), ("pettingzoo", "many of PettingZoo's envs")):
+    for name, extra, needs in (
+        ("av", "video", "videos of Gymnasium's classic envs"),
+        ("pettingzoo", "pettingzoo", "many of PettingZoo's envs"),
+    ):
         if _version(name) != _NONE and _version("pygame") == _NONE:
-            extra = {"av": "video"}.get(name, name)
             yield f"{name} is installed without pygame, which {needs} need: pip install 'reap[{extra}]'"
     if os.environ.get("CUDA_VISIBLE_DEVICES") and not torch.cuda.is_available():
         yield "CUDA_VISIBLE_DEVICES is set, but torch finds no GPU: is this torch built for the CPU alone?"

@@ -1,4 +1,4 @@
-"""Which command it is, and how errors are told: in a line, without a traceback, unless one is asked for."""
+"""The entry point: runs a command, and prints errors in one line, without a traceback unless `--traceback` is given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMMANDS = (collect, bench, check, doctor, show, watch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the status a process ends with."""
+    """Run a command, and return the exit status of the process."""
     parser = argparse.ArgumentParser(
         prog="reap", description="Experience for reinforcement learning on PyTorch.", allow_abbrev=False
     )
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = args.run
     try:
         return command(args)
-    except BrokenPipeError:  # whoever read it has seen enough
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ReapError, AssertionError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Envs and policies as a command line names them: a Gymnasium id, or `file.py:make` and `package.module:make`."""
+"""Envs and policies by their names on the command line: a Gymnasium id, `file.py:make` or `package.module:make`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reap.errors import UsageError
 
 
 def object_at(name: str) -> Any:
-    """What `file.py:name` or `package.module:name` is."""
+    """Return the function or class that `file.py:name` or `package.module:name` refers to."""
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise UsageError(f"{name!r} must be FILE.py:NAME or MODULE:NAME")
@@ -29,7 +29,7 @@ def object_at(name: str) -> Any:
             raise UsageError(f"{name!r}: there is no file {place}")
         found = runpy.run_path(place).get(attribute)
     else:
-        sys.path.insert(0, "")  # what lies here can be named, as with `python -m`
+        sys.path.insert(0, "")  # modules in the working directory can be imported, as with `python -m`
         try:
             found = getattr(importlib.import_module(place), attribute, None)
         except ImportError as cause:
@@ -41,29 +41,29 @@ def object_at(name: str) -> Any:
     return found
 
 
-def _made(name: str) -> Any:
+def _build(name: str) -> Any:
     return object_at(name)()
 
 
-def _lanes(count: int, make: Callable[[], Any]) -> Any:
+def _serial_env(count: int, make: Callable[[], Any]) -> Any:
     return SerialEnv(count, make)
 
 
 def in_lanes(count: int, make: Callable[[], Any]) -> Callable[[], Any]:
-    """A factory of so many copies of an env as lanes of one; of one, the env itself."""
-    return make if count == 1 else functools.partial(_lanes, count, make)
+    """Return a factory of an env with `count` lanes; for one lane, `make` itself."""
+    return make if count == 1 else functools.partial(_serial_env, count, make)
 
 
 def env_factory(name: str) -> Callable[[], Any]:
-    """A factory of the env with this name, which reaches other processes."""
+    """Return a factory of the env with this name, which can be sent to other processes."""
     if ":" not in name:
         return functools.partial(GymEnv, name)
-    object_at(name)  # what is wrong with it is told now, and here
-    return functools.partial(_made, name)
+    object_at(name)  # raises errors now, in this process
+    return functools.partial(_build, name)
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """--policy and --weights."""
+    """Add --policy and --weights."""
     parser.add_argument(
         "--policy",
         metavar="FILE.py:MAKE",
@@ -81,13 +81,13 @@ def _load_weights(policy: nn.Module, path: str) -> None:
         policy.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except OSError:
         raise
-    except Exception as cause:  # torch tells each thing that does not fit in a line of its own
-        told = " ".join(str(cause).split())
-        raise UsageError(f"--weights {path} does not fit the policy: {told}") from cause
+    except Exception as cause:  # torch's message has a line per mismatch
+        message = " ".join(str(cause).split())
+        raise UsageError(f"--weights {path} does not fit the policy: {message}") from cause
 
 
 def policy_of(args: argparse.Namespace) -> Any:
-    """The policy that was named, with its weights; None: random actions."""
+    """Return the policy named in the arguments, with its weights; None: random actions."""
     if args.policy is None:
         if args.weights is not None:
             raise UsageError("--weights are for a policy; name the function that makes it by --policy FILE.py:MAKE")

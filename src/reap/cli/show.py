@@ -1,4 +1,4 @@
-"""reap show: what a recorded dataset holds; plot it, look at an episode, play it.
+"""reap show: describe a recorded dataset, plot it, print an episode, or write its images as a video.
 
 reap show runs/cartpole
 reap show runs/cartpole --episode 3
@@ -18,12 +18,12 @@ from reap.errors import UsageError, missing
 from reap.video import write_video
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_WIDTH = 60  # of a row of bars
-_ROWS = 40  # steps of an episode that are shown: its first and its last
+_WIDTH = 60  # bars per row
+_ROWS = 40  # steps of an episode that are printed: the first and the last 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said about it."""
+    """Add the arguments of this command."""
     parser.add_argument("path", metavar="PATH", help="a dataset of any format that reap writes")
     parser.add_argument("--episode", type=int, help="show this one, step by step")
     parser.add_argument("--plot", metavar="FILE.png", help="returns and lengths of all episodes, drawn")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print, draw or film it."""
+    """Print the dataset or an episode, plot it, or write a video."""
     dataset = load(args.path)
     number = args.episode
     if number is not None and not 0 <= number < len(dataset):
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def returns_of(dataset: Dataset) -> list[float]:
-    """The sum of rewards of each episode."""
+    """Return the sum of rewards of each episode."""
     return [float(one["next", "reward"].double().sum()) for one in dataset]
 
 
@@ -76,7 +76,7 @@ def _show_dataset(dataset: Dataset) -> None:
 
 
 def sparkline(values: Any) -> str:
-    """Numbers in a row as bars; of many, means of as many as it takes."""
+    """Return a series of numbers as a row of bars. Of a long series, each bar is a mean."""
     parts = [part.mean() for part in np.array_split(np.asarray(values, np.float64), min(_WIDTH, len(values)))]
     low, high = min(parts), max(parts)
     span = (high - low) or 1.0
@@ -101,7 +101,7 @@ def _show_episode(episode: Any) -> None:
 
 
 def _images(dataset: Dataset, key: str | None) -> tuple[str, ...]:
-    """Return where the images are: an entry of bytes with a height, a width and one or three channels."""
+    """Return the key of the images: a uint8 entry with a height, a width and one or three channels."""
     for column in dataset.columns:
         sides = [side for side in column.shape if side not in (1, 3)]
         drawn = str(column.dtype) == "torch.uint8" and len(column.shape) in (2, 3) and len(sides) == 2
@@ -115,7 +115,7 @@ def _images(dataset: Dataset, key: str | None) -> tuple[str, ...]:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of matplotlib's, so many inches wide and high, to be saved to a file."""
+    """Return an empty matplotlib figure to be saved to a file; width and height are in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,9 +1,9 @@
-"""reap watch: what a run is doing, live, in this terminal.
+"""reap watch: show live in this terminal what a run is doing.
 
-reap watch                 who can be watched: programs of yours that have called collector.watch()
-reap watch 71234           the one with this process number
+reap watch                 list your programs that have called collector.watch()
+reap watch 71234           show the one with this process id
 reap watch http://127.0.0.1:40213/…/
-reap watch 71234 --once    one look, for a script; --json for a program
+reap watch 71234 --once    show it once, for scripts; --json for programs
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from reap.errors import NotReady, UsageError, missing
 from reap.watching.diagnosis import PARTS
 from reap.watching.registry import registered
 
-_PATIENCE = 5.0  # seconds for an answer
+_PATIENCE = 5.0  # seconds to wait for an answer
 _BAR = 28  # characters
 _COLORS = {"env": "blue", "policy": "magenta", "loop": "white", "transport": "yellow", "wait": "bright_black"}
 _NAMES = {"transport": "handing over", "wait": "waiting"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said about it."""
+    """Add the arguments of this command."""
     parser.add_argument(
         "which", nargs="?", metavar="RUN", help="a process number, or the address that collector.watch() gives"
     )
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: it was shown; 1: there is nothing to be watched."""
+    """Show a run, or list those that can be watched. Return 1 if the list is empty, else 0."""
     if args.which is None:
         return _list()
     url = _address(args.which)
@@ -73,7 +73,7 @@ def _address(run: str) -> str:
 
 
 def _get(url: str, what: str) -> Any:
-    """Return what a page has to say. No proxy is asked: it is on this machine."""
+    """Return the JSON at this path of a run's page. No proxy is used: the page is on this machine."""
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_PATIENCE)
     try:
@@ -96,13 +96,13 @@ def _show(url: str, *, once: bool, every: float) -> int:
         raise missing("rich", "progress") from None
     console = Console()
     if once:
-        console.print(_drawn(_get(url, "data")))
+        console.print(_renderable(_get(url, "data")))
         return 0
     try:
-        with Live(_drawn(_get(url, "data")), console=console, auto_refresh=False) as live:
+        with Live(_renderable(_get(url, "data")), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(every)
-                live.update(_drawn(_get(url, "data")), refresh=True)
+                live.update(_renderable(_get(url, "data")), refresh=True)
     except KeyboardInterrupt:
         return 0
     except NotReady:
@@ -110,8 +110,8 @@ def _show(url: str, *, once: bool, every: float) -> int:
         return 0
 
 
-def _drawn(view: dict[str, Any]) -> Any:
-    """Return a view for a terminal."""
+def _renderable(view: dict[str, Any]) -> Any:
+    """Return a view as a renderable of rich."""
     from rich import box
     from rich.console import Group
     from rich.table import Table

@@ -1,8 +1,8 @@
-"""For scripts that cannot be edited: while installed, TorchRL's collector names are reap's.
+"""For scripts that cannot be edited: while installed, the names of TorchRL's collectors give reap's classes.
 
     import reap.compat
     reap.compat.install()                                # until uninstall()
-    with reap.compat.install(): …                        # for the length of a block
+    with reap.compat.install(): …                        # inside a block
 
     python -m reap.compat train.py --seed 3              # a whole script
     python -m reap.compat -m package.train --seed 3      # a whole module
@@ -10,10 +10,10 @@
     the script            torchrl.collectors.Collector  ──►  reap.collectors.Collector
     TorchRL's own code    torchrl.collectors.Collector  ──►  TorchRL's
 
-TorchRL is imported when the script imports it, not before, and its modules keep their content: whoever asks one of them
-for a collector is given reap's, unless it is TorchRL itself that asks. What a script took from TorchRL before `install`
-stays TorchRL's. Nothing else of TorchRL is touched; its envs, modules, buffers, losses and weight schemes are what they
-were, and reap's collectors take its schemes as they are.
+TorchRL is imported when the script imports it, not before, and its modules keep their contents: code that reads a
+collector from one of them gets reap's, unless the code is TorchRL's own. Names that a script imported before `install`
+stay TorchRL's. Nothing else of TorchRL changes: its envs, modules, buffers, losses and weight schemes are untouched,
+and reap's collectors accept its schemes.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _PATHS = frozenset(
     | {f"{_ROOT}.{name}" for name in ("collectors", "utils", "weight_update", "distributed")}
     | {f"{_ROOT}.distributed.{name}" for name in ("generic", "ray", "rpc", "sync", "utils")}
 )
-_before: dict[str, tuple[ModuleType, type]] = {}  # modules that answer with reap's names, and the class they had
+_replaced: dict[str, tuple[ModuleType, type]] = {}  # replaced modules, and the class they had
 
 
 class Installed:
-    """What `install` returns: usable as a block, which puts TorchRL's names back at its end."""
+    """The result of `install`: a context manager that calls `uninstall` at its end."""
 
     @property
     def names(self) -> dict[str, Any]:
-        """What is reap's, by the name that TorchRL has for it."""
-        return {f"{path}.{name}": found for path in sorted(_PATHS) for name, found in _ours(path).items()}
+        """The objects of reap, by the full names that TorchRL has for them."""
+        return {f"{path}.{name}": found for path in sorted(_PATHS) for name, found in _replacements(path).items()}
 
     def __enter__(self) -> Installed:
         return self
@@ -53,15 +53,15 @@ class Installed:
 
 
 @functools.cache
-def _ours(path: str) -> dict[str, Any]:
-    """What reap has for this module of TorchRL's. Imported when it is first asked for: not every process collects."""
+def _replacements(path: str) -> dict[str, Any]:
+    """Return reap's objects for this TorchRL module. Imported on first use, since not every process collects."""
     import reap.collectors
     import reap.collectors.utils
     from reap.collectors import distributed
 
     split = {"split_trajectories": reap.collectors.utils.split_trajectories}
     found = {name: getattr(reap.collectors, name) for name in reap.collectors.__all__} | reap.collectors._LEGACY
-    del found["RandomPolicy"]  # TorchRL's is a module like its others, and is known to its envs
+    del found["RandomPolicy"]  # TorchRL's own is a module that its envs know
     remote = {name: getattr(distributed, name) for name in distributed.__all__}
     names = {
         _ROOT: found,
@@ -77,24 +77,24 @@ def _ours(path: str) -> dict[str, Any]:
 
 
 def _is_torchrl(caller: FrameType) -> bool:
-    """Whether TorchRL's own machinery asks. Its trainers do not belong to it: they check the script's collectors."""
+    """Return whether TorchRL's own code calls. Its trainers do not count: they check the script's collectors."""
     name = str(caller.f_globals.get("__name__", ""))
     return name.startswith("torchrl.") and not name.startswith("torchrl.trainers")
 
 
-class _Answering(ModuleType):
-    """A module of TorchRL's that gives reap's collectors to everybody but TorchRL."""
+class _ReplacedModule(ModuleType):
+    """A TorchRL module whose attributes are reap's collectors for all code but TorchRL's."""
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__") and not _is_torchrl(sys._getframe(1)):
-            ours = _ours(super().__getattribute__("__name__"))
+            ours = _replacements(super().__getattribute__("__name__"))
             if name in ours:
                 return ours[name]
         return super().__getattribute__(name)
 
 
-class _WhenImported(MetaPathFinder):
-    """Sees TorchRL's modules being imported, and changes them when that is done."""
+class _ImportHook(MetaPathFinder):
+    """An import hook that replaces the collector names of TorchRL's modules after their import."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in _PATHS:
@@ -110,17 +110,17 @@ class _WhenImported(MetaPathFinder):
             if self in sys.meta_path:
                 _replace(module)
 
-        # On this one loader, which stays what it is to everybody who looks at it.
+        # Patch this one loader object, so that its type stays the same for all code that inspects it.
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-_finder = _WhenImported()
+_finder = _ImportHook()
 
 
 def _replace(module: ModuleType) -> None:
-    _before[module.__name__] = (module, module.__class__)
-    module.__class__ = _Answering
+    _replaced[module.__name__] = (module, module.__class__)
+    module.__class__ = _ReplacedModule
 
 
 def install() -> Installed:
@@ -146,6 +146,6 @@ def uninstall() -> None:
     """Put TorchRL's own names back. May be called twice."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    while _before:
-        _, (module, kind) = _before.popitem()
+    while _replaced:
+        _, (module, kind) = _replaced.popitem()
         module.__class__ = kind

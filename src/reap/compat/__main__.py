@@ -1,4 +1,4 @@
-"""`python -m reap.compat train.py …`: a whole script with reap's collectors in place of TorchRL's."""
+"""`python -m reap.compat train.py …`: run a script with reap's collectors in place of TorchRL's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
         wrong = f"there is no option {arguments[0]!r}" if arguments else f"which {'module' if module else 'script'}?"
         _refuse(f"{wrong}\n{USAGE}")
     reap.compat.install()
-    _hand_on()
+    _install_in_children()
     sys.argv = arguments
     if module:
         _run_module(arguments[0])
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
 
 def _run_script(script: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))  # as Python does: what lies beside it can be imported
+        sys.path[0] = os.path.dirname(os.path.realpath(script))  # as Python does: for imports of files beside it
     try:
         with open(script, "rb") as file:
             source = file.read()
@@ -55,9 +55,9 @@ def _run_script(script: str) -> None:
 
 
 def _run_module(name: str) -> None:
-    spec = _found(name)
+    spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _found(f"{name}.__main__")
+        spec = _find_spec(f"{name}.__main__")
     code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
     if spec is None or code is None:
         _refuse(f"no module named {name!r} that can be run\n")
@@ -65,17 +65,17 @@ def _run_module(name: str) -> None:
     _run(code, __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent)
 
 
-def _found(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):
             return None
-        raise  # a package on the way is there, and fails
+        raise  # a parent package exists, but fails to import
 
 
 def _run(code: CodeType, **attributes: Any) -> None:
-    """Run this as `__main__`, and leave it there: threads and what runs at the exit look for it, too."""
+    """Run this as `__main__`, and leave that module in place, because threads and exit handlers use it, too."""
     main = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __cached__=None, **attributes)
     sys.modules["__main__"] = main
@@ -87,8 +87,8 @@ def _refuse(why: str) -> NoReturn:
     sys.exit(2)
 
 
-def _hand_on() -> None:
-    """Let every Python process that the script starts do the same: spawned ones, Ray's actors, torchrun's ranks."""
+def _install_in_children() -> None:
+    """Install reap.compat in every Python process that the script starts: spawned ones, Ray actors, torchrun ranks."""
     startup = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if startup not in paths:

@@ -1,4 +1,4 @@
-"""Replay buffers and datasets, by the names users know.
+"""Replay buffers and datasets: the public names.
 
 >>> from reap.data import LazyTensorStorage, ReplayBuffer
 >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256)

@@ -1,13 +1,13 @@
-"""One thread that writes the episodes of a recording, so that whoever collects them does not wait for the disk.
+"""BackgroundWriter: a thread that writes the episodes of a recording, so that collecting does not wait for the disk.
 
-    ready()     ──► returns while less than 64 MB wait
-    write(…)    ──► wait their turn ──► thread: pieces are joined, DatasetWriter.add ──► counted as written
-    finish(…)   ──► returns when all are written, and the metadata behind them
+    wait_for_room()  ──► returns once less than 64 MB are queued
+    write(…)         ──► queue ──► thread: pieces are joined, DatasetWriter.add ──► counted as written
+    finish(…)        ──► returns when all episodes are written, and then the metadata
 
-File libraries let other threads run while they write. An episode is counted when its format has taken it, not before.
-An error ends the thread: what waits is dropped, and every call raises it from then on. Once `finish` is called all is
-written, even if Ctrl-C ends the wait for it: another `finish`, or the end of Python, waits again. A writer that is
-dropped without `finish`, by the program or when Python ends, writes the episode in hand and no other.
+File libraries release the GIL while they write. An episode is counted as written when `DatasetWriter.add` returns.
+An error ends the thread: queued episodes are dropped, and every later call raises the error. Once `finish` was called
+everything gets written, even if Ctrl-C ends the wait for it: another `finish`, or the end of Python, waits again. A
+writer that is dropped without `finish`, by the program or when Python ends, writes only its current episode.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from reap.data.columns import Pieces, joined
 from reap.data.formats.base import DatasetWriter
 from reap.errors import RecordingFailed
 
-AHEAD = 1 << 26  # bytes of episodes that may wait before `ready` waits too
+AHEAD = 1 << 26  # bytes of queued episodes from which on `wait_for_room` blocks
 
 
-class _Work:
-    """What the thread shares with those who give it work. It does not hold the `BackgroundWriter`, which may go."""
+class _Shared:
+    """State shared with the thread. It holds no reference to the `BackgroundWriter`, which can thus be deleted."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.waiting: deque[Pieces] = deque()
-        self.bytes = 0  # of those that wait, and of the one in hand
+        self.bytes = 0  # of the queued episodes and the current one
         self.dropped = False
-        self.metadata: Mapping[str, Any] | None = None  # once no more will come
+        self.metadata: Mapping[str, Any] | None = None  # set once no more episodes will come
         self.failure: BaseException | None = None
-        self.lengths: list[int] = []  # of the episodes that are written
-        self.ended = False  # the thread writes no more
+        self.lengths: list[int] = []  # of the episodes written so far
+        self.ended = False  # the thread has finished writing
 
 
 class BackgroundWriter:
-    """Writes episodes by a format's writer in a thread of its own, in their order."""
+    """Writes episodes with a format's writer, in their order, in a thread of its own."""
 
     def __init__(self, writer: DatasetWriter, path: Path) -> None:
-        self._path, self._work = path, _Work()
+        self._path, self._work = path, _Shared()
         self._error: RecordingFailed | None = None
-        # At its end Python waits for all threads but daemons, then calls finalizers: this one is ended by the latter.
+        # At exit Python joins all non-daemon threads, and then calls finalizers: the finalizer below ends this daemon.
         self._thread = threading.Thread(
             target=_write_all, args=(self._work, writer), name=f"reap-recording-{path.name}", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _drop, self._work, self._thread, os.getpid())
+        weakref.finalize(self, _end_thread, self._work, self._thread, os.getpid())
 
     @property
     def lengths(self) -> list[int]:
-        """How many steps each episode has that is written."""
+        """The number of steps of each episode written so far."""
         return self._work.lengths
 
-    def ready(self) -> None:
-        """Wait until there is room for more."""
+    def wait_for_room(self) -> None:
+        """Wait until the queue has room."""
         work = self._work
         with work.changed:
             work.changed.wait_for(lambda: work.bytes < AHEAD or work.failure is not None)
         self._raise_failure()
 
     def write(self, episodes: list[Pieces]) -> None:
-        """Write these later. Nobody else may have them any more."""
+        """Queue these episodes. The caller must not use their arrays any more."""
         work = self._work
         with work.changed:
             work.waiting.extend(episodes)
@@ -76,11 +76,11 @@ class BackgroundWriter:
         self._raise_failure()
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
-        """Wait until all is written, then the metadata with the `lengths` of all episodes. May be called again."""
+        """Wait until all episodes are written, and then `metadata` with their `lengths`. May be called again."""
         with self._work.changed:
             self._work.metadata = metadata
             self._work.changed.notify_all()
-            # Not by `join`: Python 3.11 takes a thread for ended when Ctrl-C has broken off a `join`.
+            # Not by `join`: Python 3.11 treats a thread as ended after Ctrl-C interrupted a `join`.
             self._work.changed.wait_for(lambda: self._work.ended)
         self._thread.join()
         self._raise_failure()
@@ -101,8 +101,8 @@ def _bytes(pieces: Pieces) -> int:
     return sum(values.nbytes for piece in pieces for values in piece.values())
 
 
-def _write_all(work: _Work, writer: DatasetWriter) -> None:
-    """The thread: write what waits, until the metadata is there and nothing else."""
+def _write_all(work: _Shared, writer: DatasetWriter) -> None:
+    """Body of the thread: write queued episodes until `metadata` is set and the queue is empty."""
     try:
         while True:
             with work.changed:
@@ -116,7 +116,7 @@ def _write_all(work: _Work, writer: DatasetWriter) -> None:
                 work.lengths.append(steps)
                 work.bytes -= size
                 work.changed.notify_all()
-            del pieces  # while it waits for the next
+            del pieces  # frees the memory while waiting for the next
         if work.metadata is not None:
             writer.close({**work.metadata, "lengths": work.lengths})
     except BaseException as cause:
@@ -129,13 +129,13 @@ def _write_all(work: _Work, writer: DatasetWriter) -> None:
             work.changed.notify_all()
 
 
-def _drop(work: _Work, thread: threading.Thread, process: int) -> None:
+def _end_thread(work: _Shared, thread: threading.Thread, process: int) -> None:
     if os.getpid() != process:
-        return  # a child that was forked has no such thread
+        return  # a forked child does not have the thread
     with work.changed:
         work.dropped = work.metadata is None
         work.changed.notify_all()
-        if threading.current_thread() is thread:  # where garbage is found, too
+        if threading.current_thread() is thread:  # the garbage collector may run in this thread
             return
         work.changed.wait_for(lambda: work.ended)
     thread.join()

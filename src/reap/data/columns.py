@@ -1,4 +1,4 @@
-"""Columns of a dataset: what every frame holds, as arrays that any format can store.
+"""Columns of a dataset: the entries of every frame, as arrays that any format can store.
 
 batch [N, T] ──► rows of plain arrays ──► sorted by trajectory ──► whole episodes, as they end
 """
@@ -24,60 +24,60 @@ from reap.trajectories import FINAL, ended
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]  # the columns of one episode, each `[steps, …]`
-Pieces = list[Arrays]  # one episode in the order of its steps, as it came in several batches
+Pieces = list[Arrays]  # one episode in the order of its steps, split as it came in several batches
 FLAGS = ("done", "terminated", "truncated")
-_COUNTERS = ("step_count", "policy_version")  # what collectors and counters add, by name where no spec says so
+_COUNTERS = ("step_count", "policy_version")  # entries that collectors and counters add, recognized by name
 
 
 @dataclass(frozen=True)
 class Column:
-    """One entry of every frame: its key in a batch, its shape and dtype, and what other libraries take it for."""
+    """One entry of every frame: its key in a batch, its shape and dtype, and its role for other libraries."""
 
     key: Key
     shape: tuple[int, ...]
     dtype: torch.dtype
     one_hot: bool = False
-    scores: bool = False  # an action from which the env was given another value: of scores, the number of the largest
-    side: bool = False  # beside what the env shows: counters, infos, memory
-    space: gym.Space[Any] | None = field(default=None, compare=False)  # the env's own, of observations and actions
+    scores: bool = False  # an action of scores, of which the env received the index of the largest
+    side: bool = False  # not an observation of the env: a counter, an info, recurrent state
+    space: gym.Space[Any] | None = field(default=None, compare=False)  # the env's space, of observations and actions
 
     @property
     def name(self) -> str:
-        """The key as one word: ("next", "observation") is "next.observation"."""
+        """The key joined by dots: ("next", "observation") is "next.observation"."""
         return ".".join(self.key)
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The NumPy type with the same bytes."""
+        """The NumPy dtype with the same bytes."""
         return numpy_dtype(self.dtype)
 
     @property
     def is_observation(self) -> bool:
-        """Whether this is what the env shows: neither a flag, nor of the collector, nor what a step leads to."""
+        """Whether this is an observation of the env: no flag, not under "collector" or "next", no `side` entry."""
         return not self.side and self.key[0] not in ("next", "collector") and self.key[-1] not in FLAGS
 
     def state(self) -> dict[str, Any]:
-        """This column in JSON."""
+        """Return this column as JSON."""
         dtype = str(self.dtype).removeprefix("torch.")
         found = {"key": list(self.key), "shape": list(self.shape), "dtype": dtype, "one_hot": self.one_hot}
         return {**found, "scores": self.scores, "side": self.side, "space": space_state(self.space)}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Column:
-        """The column that `state` returned."""
+        """Return the column that `state` encoded."""
         key, shape, dtype = tuple(state["key"]), tuple(state["shape"]), getattr(torch, state["dtype"])
         more = (state.get("scores", False), state.get("side", False), space_from(state.get("space")))
         return cls(key, shape, dtype, state["one_hot"], *more)
 
     def as_index(self, values: Array) -> Array:
-        """One-hot rows and scores as the choice the env was given, as other libraries store it; others as they are."""
+        """Return one-hot rows and scores as the index that the env received; other values unchanged."""
         if self.scores:
             assert self.space is not None
             return np.asarray(_decoder(self.space, self.shape, self.dtype)(values))
         return values.argmax(-1).astype(np.int64) if self.one_hot else values
 
     def from_index(self, values: Array) -> Array:
-        """The rows that `as_index` was given."""
+        """Return the rows from which `as_index` made these values."""
         if not self.one_hot:
             return values.astype(self.numpy, copy=False).reshape(len(values), *self.shape)
         chosen: Array = np.arange(self.shape[-1]) == np.asarray(values).reshape(-1, 1)
@@ -85,13 +85,13 @@ class Column:
 
 
 def observation_columns(columns: Sequence[Column]) -> list[Column]:
-    """The columns that a step leads to the next value of."""
+    """Return the observation columns that also exist under "next"."""
     following = {column.key[1:] for column in columns if column.key[0] == "next"}
     return [column for column in columns if column.is_observation and column.key in following]
 
 
 def columns_of(batch: TensorDictBase, keys: Sequence[Key] | None = None, spec: EnvSpec | None = None) -> list[Column]:
-    """The columns of a batch `[…, T]`: of all its entries, or of these; `spec` knows which actions are one-hot."""
+    """Return the columns of a batch `[…, T]`, of all entries or of `keys`. `spec` tells how actions are encoded."""
     found = []
     tensors = {as_key(key): value for key, value in batch.items(True, True) if isinstance(value, torch.Tensor)}
     wanted = [key for key in tensors if key != MASK] if keys is None else [*dict.fromkeys([*keys, TRAJ_IDS])]
@@ -110,7 +110,7 @@ def columns_of(batch: TensorDictBase, keys: Sequence[Key] | None = None, spec: E
         side, leaf = _is_side(key, spec), None if spec is None else spec.observation.get(key)
         known = leaf.space if leaf is not None and not side and isinstance(leaf.space, gym.Space) else None
         found.append(Column(key, shape, tensors[key].dtype, side=side, space=known))
-    if not observation_columns(found):  # nothing but sides: of an env that shows nothing else
+    if not observation_columns(found):  # an env whose only observations are side entries
         found = [replace(column, side=False) for column in found]
     names = [column.name for column in found]
     twice = [name for name in names if names.count(name) > 1]
@@ -120,7 +120,7 @@ def columns_of(batch: TensorDictBase, keys: Sequence[Key] | None = None, spec: E
 
 
 def _is_side(key: Key, spec: EnvSpec | None) -> bool:
-    """Whether an entry is beside what the env shows. What a step leads to is what it is the next value of."""
+    """Return whether an entry is not an observation of the env. An entry under "next" is judged by its root key."""
     own = key[1:] if key[0] == "next" else key
     if spec is None:
         return own[-1:] != () and own[-1] in _COUNTERS
@@ -130,7 +130,7 @@ def _is_side(key: Key, spec: EnvSpec | None) -> bool:
 
 
 def _action_column(key: Key, shape: tuple[int, ...], values: torch.Tensor, leaf: Leaf) -> Column:
-    """An action as the policy writes it: as the env takes it, one-hot, or scores of which the largest acts."""
+    """Return the column of an action as the policy wrote it: as the env takes it, one-hot, or as scores."""
     space = leaf.space if isinstance(leaf.space, gym.Space) else None
     if space is None and leaf.one_hot and hasattr(leaf.space, "n"):  # a spec of TorchRL's
         space = gym.spaces.Discrete(int(leaf.space.n))  # type: ignore[union-attr]
@@ -146,18 +146,18 @@ def _action_column(key: Key, shape: tuple[int, ...], values: torch.Tensor, leaf:
             return replace(column, one_hot=True)
     try:
         _decoder(space, shape, values.dtype)
-    except SpecMismatch:  # of several agents, say
+    except SpecMismatch:  # for instance for several agents
         return replace(column, space=None)
     return replace(column, scores=True)
 
 
 def _decoder(space: gym.Space[Any], shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Any]:
-    """The function from rows of an action column to what the env is given for them."""
+    """Return the function that maps rows of an action column to what the env receives."""
     return Actions(space, categorical=False).decoder({("action",): Leaf(shape, dtype, space)}, batch=True)
 
 
 def as_tensordict(columns: Sequence[Column], arrays: Mapping[str, Array]) -> TensorDict:
-    """One episode `[steps]` as a batch."""
+    """Return the arrays of one episode as a TensorDict `[steps]`."""
     leaves = {}
     for column in columns:
         found = np.ascontiguousarray(arrays[column.name])
@@ -168,9 +168,9 @@ def as_tensordict(columns: Sequence[Column], arrays: Mapping[str, Array]) -> Ten
 
 
 class EpisodeSplitter:
-    """Takes batches, returns the episodes that end in them.
+    """Splits batches into episodes.
 
-    Pieces of open episodes are held by their trajectory ids, which no two workers share, until they end.
+    Pieces of unfinished episodes are held until they end, by trajectory id, which is unique among all workers.
     """
 
     def __init__(self, columns: Sequence[Column]) -> None:
@@ -178,9 +178,9 @@ class EpisodeSplitter:
         self._held: dict[int, Pieces] = {}
 
     def feed(self, batch: TensorDictBase) -> list[Pieces]:
-        """The episodes that end in this batch `[…, T]`, in the order of their trajectory ids.
+        """Return the episodes that end in this batch `[…, T]`, in the order of their trajectory ids.
 
-        They are in memory of their own: each value of the batch is copied once, whatever its layout.
+        Their arrays are copies: each value of the batch is copied once, whatever its memory layout.
         """
         ids = batch.get(TRAJ_IDS, None)
         if ids is None:
@@ -188,7 +188,7 @@ class EpisodeSplitter:
         mask = own_entry(batch, MASK)
         ids = ids.reshape(-1).cpu().numpy()
         made = ids >= 0 if mask is None else mask.reshape(-1).cpu().numpy() & (ids >= 0)
-        over, arrays, steps = _over(batch), self._arrays(batch), batch.batch_size[-1]
+        ends, arrays, steps = _episode_ends(batch), self._arrays(batch), batch.batch_size[-1]
         order = np.argsort(ids, kind="stable")
         order = order[made[order]]
         sorted_ids = ids[order]
@@ -197,17 +197,17 @@ class EpisodeSplitter:
         for begin, end in zip(begins, np.r_[begins[1:], len(order)]):
             number = int(sorted_ids[begin])
             self._held.setdefault(number, []).append(_piece(arrays, order[begin:end], steps))
-            if over[order[end - 1]]:
+            if ends[order[end - 1]]:
                 found.append(self._held.pop(number))
         return found
 
-    def unfinished(self) -> list[Pieces]:
-        """The episodes that have not ended, and from now on are not held any more."""
+    def take_unfinished(self) -> list[Pieces]:
+        """Return the episodes that have not ended, and stop holding them."""
         pieces, self._held = [*self._held.values()], {}
         return pieces
 
     def _arrays(self, batch: TensorDictBase) -> Arrays:
-        """Every column as `[lanes, T, …]`: views of the batch where its layout allows it."""
+        """Return every column as `[lanes, T, …]`, as views of the batch where its layout allows it."""
         arrays = {}
         for column in self._columns:
             values = batch.get(column.key, None)
@@ -220,15 +220,15 @@ class EpisodeSplitter:
         return arrays
 
 
-def _over(batch: TensorDictBase) -> Array:
-    """Which frames end an episode, lane by lane."""
+def _episode_ends(batch: TensorDictBase) -> Array:
+    """Return which frames end an episode, flattened lane by lane."""
     flags = [key for key in batch.keys(True, True) if as_key(key)[0] == "next" and as_key(key)[-1] == "done"]
-    over: Array = ended(batch.select(*flags).reshape(-1)).numpy()  # without the rest, which reshaping would copy
-    return over
+    ends: Array = ended(batch.select(*flags).reshape(-1)).numpy()  # only the flags, since reshaping copies
+    return ends
 
 
 def _piece(arrays: Arrays, rows: Array, steps: int) -> Arrays:
-    """A copy of these rows, counted through lanes `[lanes, steps]`; those of one lane mostly lie side by side."""
+    """Return a copy of these rows, numbered through `[lanes, steps]`. Those of one lane are mostly contiguous."""
     lane, first = divmod(int(rows[0]), steps)
     end = first + len(rows)
     if end <= steps and rows[-1] - rows[0] == len(rows) - 1:
@@ -237,7 +237,7 @@ def _piece(arrays: Arrays, rows: Array, steps: int) -> Arrays:
 
 
 def joined(pieces: Sequence[Arrays]) -> Arrays:
-    """Pieces of one episode, or several episodes, in their order, as one."""
+    """Return pieces of one episode, or several episodes, concatenated in their order."""
     if len(pieces) == 1:
         return pieces[0]
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}

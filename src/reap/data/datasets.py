@@ -1,10 +1,10 @@
-"""Datasets: whole episodes on disk, in the formats of the field.
+"""Datasets: whole episodes on disk, in the formats that RL libraries use.
 
     record(collector, path, format=…) ──► episodes are written as they end ──► load(path) ──► episodes, or all frames
     export(batches, path, format=…)   ──►                                                 ──► buffer.extend(….frames)
 
-Every column of a batch is stored and comes back bit for bit, with what is known of the env, its seed and the versions
-of the libraries.
+Every column of a batch is stored and read back bit for bit, together with the env's name and spec, its seed and the
+versions of the libraries.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from reap.errors import CorruptState, ReapError, RecordingFailed, UsageError, Wr
 from reap.spec import AnyKey, EnvSpec, as_key
 from reap.trajectories import FINAL, with_next
 
-# By name: the module, its writer and its reader, and how a path of it looks.
+# By name: the prefix of its writer and reader class, and the suffix of its file or a file in its directory.
 Format = Literal["minari", "parquet", "lerobot", "hdf5", "npz", "memmap"]
 _FORMATS = {
-    "minari": ("minari", "MinariWriter", "MinariReader", "data/metadata.json"),
-    "parquet": ("parquet", "ParquetWriter", "ParquetReader", "data/train-00000-of-00001.parquet"),
-    "lerobot": ("lerobot", "LeRobotWriter", "LeRobotReader", "meta/info.json"),
-    "hdf5": ("hdf5", "D4RLWriter", "D4RLReader", ".hdf5"),
-    "npz": ("npz", "NpzWriter", "NpzReader", ".npz"),
-    "memmap": ("memmap", "MemmapWriter", "MemmapReader", "reap.json"),
+    "minari": ("Minari", "data/metadata.json"),
+    "parquet": ("Parquet", "data/train-00000-of-00001.parquet"),
+    "lerobot": ("LeRobot", "meta/info.json"),
+    "hdf5": ("D4RL", ".hdf5"),
+    "npz": ("Npz", ".npz"),
+    "memmap": ("Memmap", "reap.json"),
 }
 _OTHER_SUFFIXES = {".csv", ".json", ".jsonl", ".pt", ".pth", ".pkl", ".zip", ".npy", ".zarr", ".arrow", ".feather"}
 _VERSION = 1
 
 
 class Dataset(Sequence[TensorDict]):
-    """Episodes that were recorded. `dataset[3]` is one of them, a TensorDict `[steps]`; `frames` are all of them.
+    """The episodes of a recording. `dataset[3]` is one, a TensorDict `[steps]`; `frames` are those of all episodes.
 
     >>> dataset = load("runs/cartpole")
     >>> buffer.extend(dataset.frames)
@@ -58,11 +58,11 @@ class Dataset(Sequence[TensorDict]):
     def __init__(self, path: Path, format: str) -> None:
         self.path, self.format = path, format
         try:
-            self._reader = _part(format, 2)(path)
+            self._reader = _class_of(format, "Reader")(path)
             self.metadata: dict[str, Any] = self._reader.metadata
         except ReapError:
             raise
-        except Exception as cause:  # each library says in its own way that a file is not whole
+        except Exception as cause:  # each library has its own errors for incomplete files
             raise CorruptState(
                 f"{path} is no whole dataset of reap's: its metadata is not there ({cause!r}); it is written when a "
                 f"recording is closed, and gone from a file that was cut short since"
@@ -105,7 +105,7 @@ class Dataset(Sequence[TensorDict]):
 
     @property
     def frames(self) -> TensorDictBase:
-        """All frames `[steps]`, one episode behind another; of a memmap dataset they stay on disk until looked at."""
+        """All frames `[steps]`, episode after episode. Those of a memmap dataset stay on disk until they are read."""
         if not len(self):
             empty = {one.name: np.zeros((0, *one.shape), one.numpy) for one in self.columns}
             return as_tensordict(self.columns, empty)
@@ -127,7 +127,7 @@ class Dataset(Sequence[TensorDict]):
 
 
 class Recording:
-    """Writes the episodes of batches it is given, as they end. See `record`."""
+    """Writes the episodes of the batches it receives, as the episodes end. See `record`."""
 
     format: Format
 
@@ -141,28 +141,28 @@ class Recording:
         spec: EnvSpec | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path, self.format = _place(path), _format_of(_place(path), format)
+        self.path, self.format = _absolute(path), _format_of(_absolute(path), format)
         if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
             raise UsageError(f"path={str(self.path)!r} exists already; a dataset is written to a new place")
-        _part(self.format, 1)
+        _class_of(self.format, "Writer")
         self._metadata: dict[str, Any] = dict(metadata or {})
-        json.dumps(self._metadata)  # what JSON cannot hold is told now, not when all is recorded
+        json.dumps(self._metadata)  # raises now, not after everything was recorded, if JSON cannot hold it
         self._keys = None if keys is None else [as_key(key) for key in keys]
         self._unfinished, self._spec = unfinished, spec
         self._splitter: EpisodeSplitter | None = None
         self._writer: BackgroundWriter | None = None
         self._columns: list[Column] = []
-        self._turn = threading.Lock()  # one batch at a time, and none while it is closed: some come from another thread
+        self._lock = threading.Lock()  # one batch at a time, none while closing: batches may come from another thread
         self.closed = False
 
     @property
     def episodes(self) -> int:
-        """How many have been written; of those that have ended, some may still wait for their turn."""
+        """The number of episodes written so far. Some that have ended may still wait to be written."""
         return len(self._lengths)
 
     @property
     def frames(self) -> int:
-        """How many have been written."""
+        """The number of frames written so far."""
         return sum(self._lengths)
 
     @property
@@ -170,13 +170,13 @@ class Recording:
         return [] if self._writer is None else self._writer.lengths
 
     def add(self, batch: TensorDictBase) -> None:
-        """Take the episodes that end in this batch, to be written in the background; hold back those that do not.
+        """Queue the episodes that end in this batch for writing in the background, and hold the unfinished ones.
 
-        Waits while too many wait. Raises `RecordingFailed` if those before could not be written.
+        Blocks while too much data is queued. Raises `RecordingFailed` if earlier episodes could not be written.
         """
         if self._writer is not None and not self.closed:
-            self._writer.ready()  # first: where Ctrl-C may come, nothing of this batch is taken yet
-        with self._turn:
+            self._writer.wait_for_room()  # first: if Ctrl-C ends this wait, nothing of this batch was taken
+        with self._lock:
             if self.closed:
                 raise WrongState(f"the recording at {self.path} is closed")
             if batch.get(FINAL, None) is not None:
@@ -191,28 +191,28 @@ class Recording:
         spaces = {column.key: column.space for column in columns if column.space is not None}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_dir():
-            self.path.rmdir()  # empty, and formats make what they need
-        self._writer = BackgroundWriter(_part(self.format, 1)(self.path, columns, spaces), self.path)
+            self.path.rmdir()  # it is empty, and the writers create their own directories
+        self._writer = BackgroundWriter(_class_of(self.format, "Writer")(self.path, columns, spaces), self.path)
         self._columns, self._splitter = list(columns), EpisodeSplitter(columns)
 
     def _write(self, episode: Arrays) -> None:
         assert self._writer is not None
-        self._writer.ready()
+        self._writer.wait_for_room()
         self._writer.write([[episode]])
 
     def drop_unfinished(self) -> None:
-        """Forget the episodes that have not ended: they were broken off."""
-        with self._turn:
+        """Drop the episodes that have not ended, because the envs were reset."""
+        with self._lock:
             if self._splitter is not None:
-                self._splitter.unfinished()
+                self._splitter.take_unfinished()
 
     def close(self) -> None:
-        """Return when all episodes are written, and the metadata. May be called twice."""
-        with self._turn:
+        """Wait until all episodes and the metadata are written. May be called twice."""
+        with self._lock:
             self.closed = True
             if self._writer is None or self._splitter is None:
-                return  # nothing came: nothing is there
-            self._writer.write(self._splitter.unfinished() if self._unfinished else [])
+                return  # no batch was received: there is no file
+            self._writer.write(self._splitter.take_unfinished() if self._unfinished else [])
         self._writer.finish(
             {
                 "reap_dataset": _VERSION,
@@ -230,12 +230,12 @@ class Recording:
         try:
             self.close()
         except RecordingFailed as failure:
-            if failure is not error:  # which a batch has told already
+            if failure is not error:  # `add` has already raised it inside the block
                 raise
 
 
 class CollectorRecording(Recording):
-    """Writes what a collector delivers, from when it is made until it is closed."""
+    """Writes the batches that a collector delivers between construction and `close`."""
 
     def __init__(self, collector: Any, path: Any, format: str | None, **options: Any) -> None:
         super().__init__(path, format, **options)
@@ -248,12 +248,12 @@ class CollectorRecording(Recording):
         except WrongState:
             if not self.closed:
                 raise
-            return  # a collector that runs in the background was showing this one when the recording was closed
+            return  # a background thread was delivering this batch when the recording was closed
         if self._collector.options.reset_at_each_iter:
             self.drop_unfinished()
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """The collector's batches; the recording is closed with the last of them."""
+        """Yield the collector's batches, and close the recording after the last one."""
         with self:
             yield from self._collector
 
@@ -273,22 +273,23 @@ def record(
     seed: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> CollectorRecording:
-    """Write the episodes that a collector plays to disk, as they end.
+    """Write a collector's episodes to disk, as they end.
 
     >>> for batch in record(collector, "runs/cartpole", format="minari"):
-    ...     train(batch)                     # as ever
+    ...     train(batch)                     # as without a recording
 
-    Or, beside a loop of your own: `with record(collector, path): …`.
+    Or around a loop of your own: `with record(collector, path): …`.
 
     Args:
-        collector: any collector whose batches, or rollouts on the way to a buffer, are delivered in this process.
+        collector: any collector that delivers batches in this process, to you or to a replay buffer.
         path: a new directory; for "hdf5" and "npz" a new file.
-        format: "minari", "parquet", "lerobot", "hdf5" (D4RL), "npz" or "memmap"; None: as the path ends, else "memmap".
+        format: "minari", "parquet", "lerobot", "hdf5" (D4RL), "npz" or "memmap"; None: by the suffix of the path,
+            else "memmap".
         keys: the entries of a batch to store; None: all.
-        unfinished: True: also write episodes that have not ended when the recording is closed.
-        env: the env's name, for the metadata; None: as Gymnasium knows it.
-        seed: what you gave to `set_seed`, for the metadata.
-        metadata: whatever else is to be kept with the dataset, as JSON has it.
+        unfinished: also write the episodes that have not ended when the recording is closed.
+        env: the env's name, for the metadata; None: its Gymnasium id.
+        seed: the seed you passed to `set_seed`, for the metadata.
+        metadata: anything else to keep with the dataset; must be JSON-serializable.
     """
     if not hasattr(collector, "_listeners"):
         raise WrongArgument(f"record() takes a collector, got {type(collector).__name__}; export() takes batches")
@@ -319,7 +320,7 @@ def export(
     unfinished: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Write a dataset in another format, or batches that you have: one, or several of one collector in their order.
+    """Write a dataset in another format, or write a batch, or several batches of one collector in their order.
 
     >>> export(load("runs/cartpole"), "runs/cartpole.hdf5")
     """
@@ -348,15 +349,15 @@ def export(
 
 
 def load(path: Any, format: Format | None = None) -> Dataset:
-    """A dataset that was recorded or exported; its format is seen from its files."""
-    place = _place(path)
-    if not place.exists():
-        raise UsageError(f"path={str(place)!r}: there is nothing")
-    return Dataset(place, _format_of(place, format))
+    """Open a dataset that was recorded or exported. By default its format is detected from its files."""
+    path = _absolute(path)
+    if not path.exists():
+        raise UsageError(f"path={str(path)!r}: there is nothing")
+    return Dataset(path, _format_of(path, format))
 
 
-def _place(path: Any) -> Path:
-    """The path from the root on: Minari wants it so, and nobody minds whoever changes the directory later."""
+def _absolute(path: Any) -> Path:
+    """Return the absolute path: Minari needs it, and it stays valid if the working directory changes later."""
     if isinstance(path, Path) or (isinstance(path, str) and path):
         return Path(path).absolute()
     raise WrongArgument(f"path must be a directory or a file, got {path!r}")
@@ -369,7 +370,7 @@ def _format_of(path: Path, given: str | None) -> Any:
                 f"format must be one of {', '.join(map(repr, _FORMATS))}, got {given!r}{nearest(str(given), _FORMATS)}"
             )
         return given
-    for name, (*_, sign) in _FORMATS.items():
+    for name, (_, sign) in _FORMATS.items():
         if path.suffix == sign or (path.is_dir() and (path / sign).exists()):
             return name
     if path.suffix == ".h5":
@@ -381,25 +382,24 @@ def _format_of(path: Path, given: str | None) -> Any:
     return "parquet" if path.suffix == ".parquet" else "memmap"
 
 
-def _part(format: str, which: int) -> Any:
-    """The writer (1) or the reader (2) of a format."""
-    names = _FORMATS[format]
-    return getattr(importlib.import_module(f"reap.data.formats.{names[0]}"), names[which])
+def _class_of(format: str, kind: Literal["Writer", "Reader"]) -> Any:
+    """Return the writer class or the reader class of a format."""
+    return getattr(importlib.import_module(f"reap.data.formats.{format}"), _FORMATS[format][0] + kind)
 
 
 def _about_env(collector: Any) -> tuple[EnvSpec | None, Any]:
-    """The env's spec, and the one it is registered by in Gymnasium; None where they cannot be asked for."""
+    """Return the env's spec and its Gymnasium registration; None for each that the collector cannot provide."""
     found: list[Any] = []
     for path, kind in (("spec", EnvSpec), ("envs[0].spec", gym.envs.registration.EnvSpec)):
         value = None
-        with contextlib.suppress(Exception):  # envs of many kinds, in processes and elsewhere: it is only metadata
+        with contextlib.suppress(Exception):  # envs of any kind, in any process; this is only metadata
             value = collector.getattr_env(path)
         found.append(value if isinstance(value, kind) else None)
     return found[0], found[1]
 
 
 def _as_json(spec: Any) -> str | None:
-    with contextlib.suppress(Exception):  # of envs that are made by functions
+    with contextlib.suppress(Exception):  # fails for envs that are made by functions
         return None if spec is None else str(spec.to_json())
     return None
 

@@ -1,9 +1,9 @@
-"""RayReplayBuffer: a replay buffer in an actor of its own; anybody in the cluster writes to it and samples from it.
+"""RayReplayBuffer: a replay buffer in a Ray actor; any process in the cluster can write to it and sample from it.
 
     extend ──► columns, one object ──► actor: ReplayBuffer ──► columns, one object ──► sample
     (actors of a RayCollector, or this process)                                         (this process)
 
-A call has happened when it returns: whoever samples after an `extend` may find its rows.
+Calls are synchronous: rows of an `extend` that has returned can be sampled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from reap.buffers.replay import ReplayBuffer
 from reap.buffers.row_source import Feed, sample_while
 from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
 
-_THREADS = 4  # of the actor: who samples does not wait for who writes
+_THREADS = 4  # of the actor, so that samplers do not wait for writers
 
 
 class _Columns:
-    """A TensorDict, or a tensor, on its way: arrays that Ray carries as they lie in memory."""
+    """A TensorDict or a tensor as NumPy arrays, whose memory Ray transfers unchanged."""
 
     def __init__(self, data: TensorDictBase | Tensor) -> None:
         whole = {(): data} if isinstance(data, Tensor) else dict(data.items(True, True))
@@ -40,7 +40,7 @@ class _Columns:
         self._columns = {key: _array(value) for key, value in whole.items()}
 
     def unpack(self, *, copy: bool) -> Any:
-        """What it was. Without a copy it must not be written to: others may read it too."""
+        """Return the TensorDict or tensor. Without a copy it is read-only: other processes may share its memory."""
         found = {
             key: torch.from_numpy(np.array(value) if copy else value) if isinstance(value, np.ndarray) else value
             for key, value in self._columns.items()
@@ -65,8 +65,8 @@ def _unpacked(value: Any) -> Any:
     return tuple(map(_unpacked, value)) if isinstance(value, tuple) else value
 
 
-class _Keeper:
-    """The actor: a buffer, and calls to it."""
+class _BufferActor:
+    """The actor class: holds the buffer and forwards calls to it."""
 
     def begin(self, make: bytes, path: Sequence[str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -77,17 +77,17 @@ class _Keeper:
         return _packed(getattr(self._buffer, name)(*given, **options))
 
     def sample_now(self, batch_size: int | None, return_info: bool, limited: bool) -> Any:
-        """A sample, or `Starved`: whoever asks knows better than the actor whether there is somebody to wait for."""
+        """Return a sample, or raise `Starved` at once: the caller knows better whether waiting is worthwhile."""
         count = self._buffer.batch_size if batch_size is None else batch_size
         sample, info, _ = self._buffer._sample_now(count, limited=limited)
         return _packed((sample, info) if return_info else sample)
 
-    def show(self, name: str) -> Any:
+    def attribute(self, name: str) -> Any:
         return len(self._buffer) if name == "len" else getattr(self._buffer, name)
 
 
 class _Client:
-    """What everybody holds: it can be sent to other processes of the cluster."""
+    """A handle of the buffer, which can be sent to other processes of the cluster."""
 
     service_backend = "ray"
     _actor: Any
@@ -96,59 +96,59 @@ class _Client:
         self._actor = actor
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        return _unpacked(self._ask(self._actor.call, name, tuple(map(_packed, arguments)), options))
+        return _unpacked(self._remote_call(self._actor.call, name, tuple(map(_packed, arguments)), options))
 
-    def _ask(self, method: Any, *arguments: Any) -> Any:
+    def _remote_call(self, method: Any, *arguments: Any) -> Any:
         ray = import_ray()
         try:
             return ray.get(method.remote(*arguments))
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None  # what the buffer raised, as if it were here
+            raise error.cause from None  # what the buffer raised, as if it were local
         except ray.exceptions.RayError as error:
             raise WorkerDied(f"the replay buffer's actor is gone: {' '.join(str(error).split())[:400]}") from None
 
     def extend(self, data: Any) -> Any:
-        """Write a row for each frame of a batch; their numbers."""
+        """Write one row per frame of a batch and return the row numbers."""
         return self._call("extend", data)
 
     def add(self, data: Any) -> Any:
-        """Write one frame; its row's number."""
+        """Write one frame and return its row number."""
         return self._call("add", data)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Frames, as the buffer's sampler draws them."""
+        """Return frames drawn by the buffer's sampler."""
         return self._call("sample", batch_size, return_info)
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """How likely these rows are drawn from now on."""
+        """Set the priorities of these rows."""
         self._call("update_priority", index, priority)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """The same, with rows and priorities of a sample."""
+        """Set the priorities of a sample's rows to those in the sample."""
         self._call("update_tensordict_priority", data)
 
     def __getitem__(self, index: Any) -> Any:
         return self._call("__getitem__", index)
 
     def __len__(self) -> int:
-        return int(self._ask(self._actor.show, "len"))
+        return int(self._remote_call(self._actor.attribute, "len"))
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
-        return int(self._ask(self._actor.show, "write_count"))
+        """The number of rows ever written."""
+        return int(self._remote_call(self._actor.attribute, "write_count"))
 
     @property
     def may_write(self) -> bool:
         """Whether the buffer's limiter wants more rows now."""
-        return bool(self._ask(self._actor.show, "may_write"))
+        return bool(self._remote_call(self._actor.attribute, "may_write"))
 
     def client(self) -> _Client:
-        """One for another process."""
+        """Return a handle for another process."""
         return _Client(self._actor)
 
     def clients(self, num_clients: int) -> list[_Client]:
-        """So many of them."""
+        """Return this many handles for other processes."""
         return [self.client() for _ in range(num_clients)]
 
 
@@ -157,14 +157,14 @@ class RayReplayBuffer(_Client):
 
     >>> buffer = RayReplayBuffer(storage=lambda: LazyTensorStorage(100_000), batch_size=256)
     >>> collector = RayCollector([make_env] * 2, policy, frames_per_batch=200, replay_buffer=buffer)
-    >>> collector.start()                       # actors write into it themselves
+    >>> collector.start()                       # the actors write to it directly
     >>> sample = buffer.sample()
 
     Args:
-        replay_buffer_cls: what lives in the actor; `ReplayBuffer` by default.
-        ray_init_config: a mapping for `ray.init`, where this process is not connected to a cluster yet.
+        replay_buffer_cls: the class of the buffer in the actor; `ReplayBuffer` by default.
+        ray_init_config: arguments for `ray.init`, used if this process is not connected to a cluster yet.
         remote_config: resources and placement of the actor.
-        **options: for the buffer. Storage and sampler may be factories: they are made in the actor.
+        **options: arguments of the buffer. Storage and sampler may be factories, which are called in the actor.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class RayReplayBuffer(_Client):
         settings = {"num_cpus": 0, **(remote_config or {}), "max_concurrency": _THREADS}
         try:
             made = dumps(functools.partial(replay_buffer_cls, **options), "what the replay buffer is made of")
-            super().__init__(ray.remote(_Keeper).options(**settings).remote())
-            self._ask(self._actor.begin, made, list(sys.path))
+            super().__init__(ray.remote(_BufferActor).options(**settings).remote())
+            self._remote_call(self._actor.begin, made, list(sys.path))
         except BaseException:
             self.shutdown()
             raise
@@ -199,57 +199,57 @@ class RayReplayBuffer(_Client):
             yield self.sample()
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Frames, as the buffer's sampler draws them; waits for the first while a collector brings them."""
+        """Return frames drawn by the buffer's sampler. Wait for missing rows while a collector brings them."""
         began, released = time.monotonic(), False
         patience = None if self._limiter is None else self._limiter.timeout
         while True:
             try:
                 if patience is None or (batch_size or self.batch_size) is None:
                     return super().sample(batch_size, return_info)
-                return _unpacked(self._ask(self._actor.sample_now, batch_size, return_info, not released))
+                return _unpacked(self._remote_call(self._actor.sample_now, batch_size, return_info, not released))
             except Starved as why:
                 if released:
                     raise
                 released = self.feed.wait(why, began, patience)
 
     def sample_while(self, collector: Any, batch_size: int | None = None, return_info: bool = False) -> Iterator[Any]:
-        """Samples for as long as a collector fills this buffer in the background. See `ReplayBuffer.sample_while`."""
+        """Yield samples for as long as a collector fills this buffer. See `ReplayBuffer.sample_while`."""
         self.feed.check(collector)
         sample = functools.partial(self.sample, batch_size, return_info)
-        return sample_while(collector, sample, lambda: bool(self._ask(self._actor.show, "owed")))
+        return sample_while(collector, sample, lambda: bool(self._remote_call(self._actor.attribute, "owed")))
 
     def empty(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._call("empty")
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows and all that is needed to go on."""
+        """Return the rows and everything else that is needed to resume."""
         state: dict[str, Any] = self._call("state_dict")
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The counterpart."""
+        """Replace the contents by a state from `state_dict`."""
         self._call("load_state_dict", state)
 
     @property
     def is_alive(self) -> bool:
-        """Whether its actor answers."""
+        """Whether the actor answers."""
         with contextlib.suppress(WorkerDied, WrongState):
             return self._open and len(self) >= 0
         return False
 
-    def _ask(self, method: Any, *arguments: Any) -> Any:
+    def _remote_call(self, method: Any, *arguments: Any) -> Any:
         if not self._open:
             raise WrongState("this RayReplayBuffer is closed; make a new one")
-        return super()._ask(method, *arguments)
+        return super()._remote_call(method, *arguments)
 
     def in_fork(self, why: str) -> None:
-        """The actor is its owner's to end."""
+        """Called in a fork: refuse all use. Only the parent process ends the actor."""
         self._open = False
         refuse_all(self, why)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the actor, and its rows with it. May be called twice."""
+        """End the actor, which deletes the rows. May be called twice."""
         if self._open:
             self._open = False
             ray = import_ray()

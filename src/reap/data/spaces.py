@@ -1,4 +1,4 @@
-"""Gymnasium's spaces in JSON, kept with a dataset's columns: whatever it is exported to later has the env's own."""
+"""Gymnasium's spaces as JSON, stored with a dataset's columns so that later exports have the env's own spaces."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-_MANY = 4096  # bounds that differ, from which on they are not kept: no image has such
+_MANY = 4096  # a space with more different bounds is not stored; images have uniform bounds
 
 
 def space_state(space: gym.Space[Any] | None) -> dict[str, Any] | None:
-    """A space in JSON; None where it is of a kind that has no values of one shape and type."""
+    """Return a space as JSON; None for kinds without values of one shape and dtype, and for too many bounds."""
     if isinstance(space, gym.spaces.Discrete):
         return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
     if isinstance(space, gym.spaces.MultiDiscrete):
@@ -27,7 +27,7 @@ def space_state(space: gym.Space[Any] | None) -> dict[str, Any] | None:
 
 
 def space_from(state: Mapping[str, Any] | None) -> gym.Space[Any] | None:
-    """The space that `space_state` was given."""
+    """Return the space that `space_state` encoded."""
     if state is None:
         return None
     if state["kind"] == "Discrete":
@@ -42,7 +42,7 @@ def space_from(state: Mapping[str, Any] | None) -> gym.Space[Any] | None:
 
 
 def _bounds(values: np.ndarray[Any, Any]) -> list[str]:
-    """Numbers as text, for JSON has no infinity; one where all are the same."""
+    """Return numbers as text, since JSON has no infinity; a single one if all are the same."""
     found = [str(value) for value in values.reshape(-1).tolist()]
     return found[:1] if len(set(found)) == 1 else found
 

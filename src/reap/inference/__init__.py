@@ -1,1 +1,1 @@
-"""Batched inference: one policy that answers many who ask. Public names are in `reap.modules`."""
+"""Batched inference: one policy serves many clients. The public names are in `reap.modules`."""

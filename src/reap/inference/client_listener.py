@@ -1,7 +1,7 @@
-"""ClientListener: receives clients from other processes, each in a thread: one that is slow to read holds up nobody.
+"""ClientListener: serves clients from other processes, each in a thread, so that a slow reader blocks no others.
 
-Clients without the key are limited in number and in time (see _system/listener.py). A client that dies hangs up: its
-requests are dropped, and nobody waits for it any more.
+Connections that have not yet shown the key are limited in number and time (see _system/listener.py). When a client dies
+its connection closes: its requests are dropped, and batches no longer wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ClientListener:
         self.key = secrets.token_bytes(32)
         name = f"reap-{os.getpid()}-{secrets.token_hex(8)}"
         self._path: Path | None = None
-        self.address: str | bytes = b"\0" + name.encode()  # without a name in any file system
+        self.address: str | bytes = b"\0" + name.encode()  # an abstract socket: no file
         if sys.platform != "linux":
             self._path = Path(tempfile.gettempdir()) / name
             self.address = str(self._path)
@@ -53,7 +53,7 @@ class ClientListener:
                 except ReapError as error:
                     answer = refusal(error)
                 connection.send_bytes(answer)
-        except (EOFError, OSError):  # it is gone
+        except (EOFError, OSError):  # the client is gone
             pass
         finally:
             if number is not None:
@@ -62,7 +62,7 @@ class ClientListener:
             visitor.socket.close()
 
     def close(self, deadline: float) -> None:
-        """End all connections."""
+        """Close the socket and all connections."""
         self._listener.close(deadline)
         if self._path is not None:
             self._path.unlink(missing_ok=True)

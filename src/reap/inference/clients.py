@@ -1,8 +1,8 @@
-"""Clients: policies whose work is done by an InferenceServer, in this process or another.
+"""Clients: policies that are computed by an InferenceServer, in this process or another.
 
 A client is a policy: it takes a TensorDict and returns one with what the server's policy wrote. It may be given to a
-collector, whose frames then name the version that computed their action, and sent to its workers: there it is a client
-for processes, which connects when it is first used.
+collector, whose frames then hold the policy version that computed their action. In the collector's worker processes it
+becomes a client for processes, which connects when it is first used.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from reap._system.forks import renew
 from reap._system.listener import PATIENCE, Refused, dial
 from reap._system.remote_errors import Raised
 from reap.errors import NotReady, ServerGone, WrongArgument
-from reap.inference.requests import Columns, Request, RequestQueue, late
+from reap.inference.requests import Columns, Request, RequestQueue, timeout_error
 from reap.spec import Key, as_key, show_keys
 
-SERVICE = "inference"  # what a client asks the server's socket for
+SERVICE = "inference"  # the service that a client requests at the server's socket
 
 
 class RequestSender(Protocol):
-    """Sends requests to a server, and returns its answers."""
+    """Sends requests to a server and returns its answers."""
 
     in_keys: Sequence[Key] | None
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
-        """Outputs for rows of input, and the version that computed them."""
+        """Return the outputs for rows of input, and the version that computed them."""
 
     def close(self) -> None:
-        """Stop being a client. May be called twice."""
+        """Deregister from the server. May be called twice."""
 
 
 class PolicyClient:
-    """A policy that asks an InferenceServer.
+    """A policy that sends its inputs to an InferenceServer.
 
     >>> client = server.client()
     >>> td = client(TensorDict({"observation": torch.zeros(4)}))     # one row, or any number of them
     >>> td["action"], td["policy_version"]
 
-    One call at a time: give each thread and each process a client of its own.
+    Make one call at a time: give each thread and each process a client of its own.
     """
 
     def __init__(self, ask: RequestSender, policy_version_key: Any = "policy_version") -> None:
-        self._ask, self._version_key = ask, policy_version_key
+        self._send, self._version_key = ask, policy_version_key
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """A copy of `tensordict` with what the policy wrote."""
+        """Return a copy of `tensordict` with what the policy wrote."""
         if not isinstance(tensordict, TensorDictBase):
             raise WrongArgument(f"a client is asked with a TensorDict, got {type(tensordict).__name__}")
-        keys = self._ask.in_keys
+        keys = self._send.in_keys
         keys = [as_key(key) for key in tensordict.keys(True, True)] if keys is None else keys
         absent = [key for key in keys if tensordict.get(key, None) is None]
         if absent:
@@ -68,7 +68,7 @@ class PolicyClient:
             return self(tensordict.reshape(-1)).reshape(tensordict.shape)
         size = len(tensordict) if tensordict.ndim else None
         device = tensordict.device
-        outputs, version = self._ask({key: tensordict.get(key).detach().cpu() for key in keys}, size)
+        outputs, version = self._send({key: tensordict.get(key).detach().cpu() for key in keys}, size)
         out = tensordict.copy()
         for key, value in outputs.items():
             out.set(key, value if device is None else value.to(device))
@@ -77,11 +77,11 @@ class PolicyClient:
         return out
 
     def close(self) -> None:
-        """Leave: the server does not count on this client any more. May be called twice."""
-        self._ask.close()
+        """Deregister: the server stops waiting for requests of this client. May be called twice."""
+        self._send.close()
 
     def __del__(self) -> None:
-        if contextlib is not None:  # else Python has ended, and nobody counts any more
+        if contextlib is not None:  # None while the interpreter shuts down
             with contextlib.suppress(Exception):
                 self.close()
 
@@ -93,17 +93,17 @@ class ThreadRequests:
         self, queue: RequestQueue, in_keys: Sequence[Key] | None, server: Any, timeout: float | None = None
     ) -> None:
         self.in_keys, self._timeout = in_keys, timeout
-        self._server = server  # which lives as long as somebody may ask
+        self._server = server  # keeps the server alive while it has clients
         self._queue: RequestQueue | None = queue
         self._number: int | None = queue.enter()
-        self._asked = False
+        self._used = False
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
         if self._queue is None:
             raise ServerGone("this client is closed; ask the server for another")
         if self._number is None:
             self._number = self._queue.enter()
-        self._asked = True
+        self._used = True
         request = Request(self._number, inputs, size)
         self._queue.put(request)
         try:
@@ -118,20 +118,20 @@ class ThreadRequests:
             queue.leave(self._number)
 
     def __reduce__(self) -> Any:
-        """Elsewhere it is a client for processes: the policy of a collector goes to its workers.
+        """Pickle as a client for processes: a collector sends its policy to its workers.
 
-        No batch waits for one that was sent away and has never asked here.
+        If the client was never used here, it is deregistered, so that no batch waits for its requests.
         """
         if self._queue is None:
             raise ServerGone("this client is closed; ask the server for another")
-        if self._number is not None and not self._asked:
+        if self._number is not None and not self._used:
             self._queue.leave(self._number)
             self._number = None
         return ProcessRequests, (*self._server.address, self.in_keys, self._timeout)
 
 
 class ProcessRequests:
-    """Sends requests to a server in another process. Connects when first used, again after it was sent elsewhere."""
+    """Sends requests to a server in another process. Connects when it is first used in each process."""
 
     def __init__(
         self, address: str | bytes, key: bytes, in_keys: Sequence[Key] | None, timeout: float | None = None
@@ -140,7 +140,7 @@ class ProcessRequests:
         self._address, self._key = address, key
         self._open: Connection | None = None
         self._lock = threading.Lock()
-        renew(self, _open=lambda: None, _lock=threading.Lock)  # a fork has a connection of its own
+        renew(self, _open=lambda: None, _lock=threading.Lock)  # a fork opens its own connection
 
     def __reduce__(self) -> Any:
         return ProcessRequests, (self._address, self._key, self.in_keys, self._timeout)
@@ -150,7 +150,7 @@ class ProcessRequests:
             return self._open
         patience = PATIENCE if self._timeout is None else min(PATIENCE, self._timeout)
         one = dial(self._address, self._key, SERVICE, patience).socket
-        if self._timeout is not None:  # of every single read and write: a server that is stopped holds up nobody
+        if self._timeout is not None:  # for each read and write: a stopped server does not block the client
             seconds = int(self._timeout)
             limit = struct.pack("ll", seconds, int((self._timeout - seconds) * 1e6) or int(not seconds))
             for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -166,18 +166,18 @@ class ProcessRequests:
                 columns, version, error = pickle.loads(connection.recv_bytes())
             except (Refused, TimeoutError) as cause:
                 if self._timeout is not None and self._timeout < PATIENCE:
-                    raise late(self._timeout) from cause
+                    raise timeout_error(self._timeout) from cause
                 raise ServerGone(
                     f"the inference server did not receive this client within {PATIENCE:.0f} s: it is there, but too "
                     f"many others connect to its socket, or its process has no descriptors left"
                 ) from cause
-            except BlockingIOError as cause:  # too late; its answer would be taken for that to the next question
+            except BlockingIOError as cause:  # timed out; a late answer would be taken for that to the next request
                 self._hang_up()
-                raise late(self._timeout) from cause
+                raise timeout_error(self._timeout) from cause
             except (EOFError, OSError) as cause:
                 self._hang_up()
                 raise ServerGone("the inference server is gone: it was shut down, or its process has ended") from cause
-            except BaseException:  # broken off (Ctrl-C): its answer would be taken for that to the next question
+            except BaseException:  # interrupted (Ctrl-C): a late answer would be taken for that to the next request
                 self._hang_up()
                 raise
         if error is not None:
@@ -197,7 +197,7 @@ Packed = list[tuple[Key, torch.dtype, tuple[int, ...], bytes]]
 
 
 def packed(columns: Columns) -> Packed:
-    """Tensors as bytes. Not pickled as tensors: those would be shared, not sent."""
+    """Return tensors as bytes. Pickling them as tensors would share their memory instead of sending it."""
     flat = {key: value.contiguous().reshape(-1) for key, value in columns.items()}
     return [
         (key, value.dtype, tuple(columns[key].shape), value.view(torch.uint8).numpy().tobytes())
@@ -206,7 +206,7 @@ def packed(columns: Columns) -> Packed:
 
 
 def unpacked(columns: Packed) -> dict[Key, Tensor]:
-    """Return the tensors whose bytes `packed` has made."""
+    """Return the tensors from which `packed` made these bytes."""
     found = {}
     for key, dtype, shape, data in columns:
         empty = torch.empty(shape, dtype=dtype)
@@ -220,11 +220,11 @@ def reply(columns: Columns, version: int) -> bytes:
 
 
 def refusal(error: Exception) -> bytes:
-    """Return an error in place of an answer, as bytes."""
+    """Return an error as bytes, in place of an answer."""
     return pickle.dumps(([], 0, Raised.of(error, "the inference server")))
 
 
 def request_from(data: bytes) -> tuple[Mapping[Key, Tensor], int | None]:
-    """Return what a client asks, from bytes."""
+    """Return the inputs and size of a client's request from its bytes."""
     columns, size = pickle.loads(data)
     return unpacked(columns), size

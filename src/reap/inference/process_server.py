@@ -1,10 +1,11 @@
-"""An InferenceServer in a process of its own: its policy has an interpreter, and a GPU if it likes, to itself.
+"""ProcessInferenceServer: an InferenceServer in its own process, so that its policy has an interpreter to itself.
 
     here                                         its process
     ProcessInferenceServer ── calls, weights ──► InferenceServer
     clients, here and elsewhere ──── socket ───► ClientListener ──► RequestQueue ──► batch ──► policy
 
-The policy is made there, by a factory. Whoever makes the server owns it: when that process ends, so does the server's.
+A factory makes the policy in that process. The process that makes the server owns it: when it ends, so does the
+server's process.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from reap.inference.server import InferenceServer
 from reap.spec import Key
 from reap.weights import local
 
-_HERE, _MADE = 0, 1  # what it says unasked; questions are numbered from there
+_STARTED, _READY = 0, 1  # numbers of the messages sent without a request; requests have higher numbers
 _OPTIONS = inspect.signature(InferenceServer).parameters.keys() - {"policy", "policy_factory"}
 
 
 class ProcessInferenceServer:
-    """Answers many clients, from another process.
+    """Runs one policy for many clients, in another process.
 
     >>> with ProcessInferenceServer(make_policy, max_batch_size=64, timeout=0.01) as server:
     ...     client = server.client()                 # a policy, for this process or any other on this machine
@@ -47,11 +48,11 @@ class ProcessInferenceServer:
     ...     server.update_policy_weights_(trained)
 
     Args:
-        policy_factory: makes the policy, there.
+        policy_factory: makes the policy in the server's process.
         num_threads: torch threads of that process.
-        startup_timeout: seconds the factory may take; None: for ever.
+        startup_timeout: seconds the factory may take; None: without limit.
         start_method: how the process starts, "forkserver" or "spawn".
-        **options: those of `InferenceServer`.
+        **options: further arguments of `InferenceServer`.
     """
 
     def __init__(
@@ -82,26 +83,26 @@ class ProcessInferenceServer:
         )
         guard(self)
         self._child = Child(target, start=start_method, name="reap-inference")
-        self._talk = Conversation(self._child, first=_MADE)
+        self._talk = Conversation(self._child, first=_READY)
         try:
             self._answer(
-                _HERE, None if startup_timeout is None else BOOT, f"its process has not begun after {BOOT:.0f} s"
+                _STARTED, None if startup_timeout is None else BOOT, f"its process has not begun after {BOOT:.0f} s"
             )
             late = f"the policy_factory has not returned after {startup_timeout} s (startup_timeout)"
-            self._address, self._key, self.in_keys = self._answer(_MADE, startup_timeout, late)
+            self._address, self._key, self.in_keys = self._answer(_READY, startup_timeout, late)
         except BaseException:
             self._close("it could not be started")
             raise
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: the process is its owner's."""
+        """Called in a fork: refuse all use. Only the parent process owns the server's process."""
         self._why_closed, self._lock = why, threading.Lock()
         refuse_all(self, why)
 
     def client(
         self, kind: str = "process", *, policy_version_key: Any = "policy_version", timeout: float | None = None
     ) -> PolicyClient:
-        """Somebody who may ask, wherever they are: see `InferenceServer.client`."""
+        """Return a client for any process on this machine. See `InferenceServer.client`."""
         if kind not in ("thread", "process"):
             raise WrongArgument(f"a client's kind is 'thread' or 'process', got {kind!r}")
         check_timeout(timeout)
@@ -110,23 +111,23 @@ class ProcessInferenceServer:
         return PolicyClient(ProcessRequests(self._address, self._key, in_keys, timeout), policy_version_key)
 
     def update_policy_weights_(self, weights: Any) -> int:
-        """New weights for the batches to come, as `InferenceServer` takes them; returns the new version."""
+        """Use these weights from the next batch on, as `InferenceServer` does, and return the new version."""
         if weights is None:
             raise WrongArgument("weights must be given: the policy was made in another process, and has no copy here")
         return int(self._call("update_policy_weights_", local.detached(weights)))
 
     def stats(self) -> dict[str, Any]:
-        """As `InferenceServer.stats`."""
+        """Return counts and times. See `InferenceServer.stats`."""
         return dict(self._call("stats"))
 
     @property
     def policy_version(self) -> int:
-        """How often weights were updated; 0 is the policy as the factory made it."""
+        """The number of weight updates; 0 is the policy as the factory made it."""
         return int(self.stats()["policy_version"])
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process is there."""
+        """Whether its process is running."""
         return self._why_closed is None and not self._child.gone()
 
     def _check_open(self) -> None:
@@ -147,7 +148,7 @@ class ProcessInferenceServer:
             return self._answer(self._talk.ask(name, *arguments))
 
     def _answer(self, number: int, within: float | None = None, late: str = "") -> Any:
-        """What the process says to the call of this number; its end is an answer, too."""
+        """Return the answer to this call. Raise if the process has died, or does not answer `within` seconds."""
         try:
             return self._talk.answer(number, within)
         except ChildGone:
@@ -157,7 +158,7 @@ class ProcessInferenceServer:
             raise WorkerSilent(late) from None
 
     def shutdown(self) -> None:
-        """End the process; clients that wait get an error. May be called twice."""
+        """End the process; waiting clients get an error. May be called twice."""
         self._close("it was shut down")
 
     def _close(self, why: str) -> None:
@@ -178,12 +179,12 @@ class ProcessInferenceServer:
 
 
 def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, threads: int) -> None:
-    """The life of the process: until nobody is there who could call."""
+    """Body of the process: make the server, and answer calls until the connection closes."""
     torch.set_num_threads(threads)
-    send(connection, Answer(_HERE, None))  # the factory's time begins
+    send(connection, Answer(_STARTED, None))  # the factory's timeout begins
 
     def serve(server: InferenceServer) -> None:
-        send(connection, Answer(_MADE, (*server.address, server.in_keys)))
+        send(connection, Answer(_READY, (*server.address, server.in_keys)))
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 number, name, arguments = pickle.loads(connection.recv_bytes())

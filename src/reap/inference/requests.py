@@ -1,9 +1,9 @@
-"""Requests: what one client asks, and the queue in which it waits with others.
+"""Requests of clients to an inference server, and the queue that gathers them into batches.
 
 client ──► Request ──► RequestQueue ──► a batch leaves ──► Request.answer ──► client
                                         when it is full, or
-                                        when the oldest has waited `timeout`, or
-                                        when every client is waiting: nobody else can come
+                                        when its oldest request has waited `timeout`, or
+                                        when every client is waiting: no more requests can come
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from reap.spec import Key
 Columns = Mapping[Key, Tensor]
 
 
-def late(timeout: float | None) -> NotReady:
-    """Return the error for a client that waited too long."""
+def timeout_error(timeout: float | None) -> NotReady:
+    """Return the error of a client that waited too long."""
     return NotReady(f"the inference server did not answer within {timeout} s (timeout of the client); ask again")
 
 
 def check_timeout(timeout: Any) -> None:
-    """Refuse what is no time-out of a client."""
+    """Raise if `timeout` is not a valid timeout of a client."""
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < threading.TIMEOUT_MAX):
         raise UsageError(f"timeout must be a number of seconds > 0 or None, got {timeout!r}")
 
 
 class Request:
-    """Rows of input, waiting for rows of output. `size` None: one row, without a dimension for it."""
+    """Rows of input that wait for rows of output. `size=None`: a single row without a batch dimension."""
 
     def __init__(self, client: int, inputs: Columns, size: int | None) -> None:
         self.client, self.inputs, self.size = client, inputs, size
         self.rows = 1 if size is None else size
         skip = 0 if size is None else 1
-        self.look = {key: (value.shape[skip:], value.dtype) for key, value in inputs.items()}  # of one row
+        self.signature = {key: (value.shape[skip:], value.dtype) for key, value in inputs.items()}  # those of one row
         self.since = time.monotonic()
         self._answer: tuple[Columns, int] | ReapError | None = None
         self._wakeup = threading.Event()
 
     def answer(self, what: tuple[Columns, int] | ReapError) -> None:
-        """Outputs and the version that computed them; or why there are none. The first answer counts."""
+        """Set the outputs and the version that computed them, or an error. Only the first answer counts."""
         if not self._wakeup.is_set():
             self._answer = what
             self._wakeup.set()
 
     def result(self, timeout: float | None = None) -> tuple[Columns, int]:
-        """Wait for the answer, for so many seconds; None: as long as it takes."""
-        if not self._wakeup.wait(timeout):  # whoever ends the server answers everybody first
-            raise late(timeout)
+        """Wait for the answer, for `timeout` seconds at most, and return it. None: wait without limit."""
+        if not self._wakeup.wait(timeout):  # without a timeout this ends: shutdown answers every request
+            raise timeout_error(timeout)
         if isinstance(self._answer, ReapError):
             raise self._answer
         assert self._answer is not None
@@ -64,7 +64,7 @@ class Request:
 
 
 class RequestQueue:
-    """Requests that wait, and the clients that could send more."""
+    """The waiting requests, and the clients that could send more."""
 
     def __init__(self, most: int, enough: int, timeout: float) -> None:
         self._most, self._enough, self._timeout = most, enough, timeout
@@ -76,31 +76,31 @@ class RequestQueue:
         guard(self)
 
     def in_fork(self, why: str) -> None:
-        """Nobody is here who would answer."""
+        """Called in a fork, which has no server thread: refuse all requests."""
         self._changed, self._closed = threading.Condition(), f"the inference server cannot be asked from here: {why}"
         self._waiting.clear()
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
+        """The number of clients."""
         return len(self._clients)
 
     def enter(self) -> int:
-        """Count a new client; returns its number."""
+        """Add a client and return its number."""
         with self._changed:
             self._next += 1
             self._clients.add(self._next)
             return self._next
 
     def leave(self, client: int) -> None:
-        """Forget a client that is gone, and what it asked for."""
+        """Remove a client that is gone, and its requests."""
         with self._changed:
             self._clients.discard(client)
             self._waiting = deque(request for request in self._waiting if request.client != client)
             self._changed.notify()
 
     def put(self, request: Request) -> None:
-        """Add a request, which waits from now on."""
+        """Add a request to the queue."""
         with self._changed:
             if self._closed is not None:
                 raise ServerGone(self._closed)
@@ -108,26 +108,26 @@ class RequestQueue:
             self._changed.notify()
 
     def withdraw(self, request: Request) -> None:
-        """Nobody waits for it any more; one that is being computed is answered for nothing."""
+        """Remove a request whose client has stopped waiting. If it is being computed already, its answer is ignored."""
         with self._changed:
             self._waiting = deque(other for other in self._waiting if other is not request)
 
     def take(self) -> list[Request]:
-        """Return the next batch, when it leaves; empty when the queue is closed."""
+        """Wait for the next batch and return it; an empty list means that the queue is closed."""
         with self._changed:
-            while self._closed is None and not self._leaves():
+            while self._closed is None and not self._batch_ready():
                 left = self._waiting[0].since + self._timeout - time.monotonic() if self._waiting else None
                 self._changed.wait(left)
             batch: list[Request] = []
             rows = 0
             while self._closed is None and self._waiting:
                 rows += self._waiting[0].rows
-                if batch and (rows > self._most or self._waiting[0].look != batch[0].look):
-                    break  # what looks different is another batch, and fails alone if it is wrong
+                if batch and (rows > self._most or self._waiting[0].signature != batch[0].signature):
+                    break  # requests of other shapes form another batch, so that a wrong one fails alone
                 batch.append(self._waiting.popleft())
             return batch
 
-    def _leaves(self) -> bool:
+    def _batch_ready(self) -> bool:
         if not self._waiting:
             return False
         if sum(request.rows for request in self._waiting) >= self._enough:
@@ -137,7 +137,7 @@ class RequestQueue:
         return len({request.client for request in self._waiting}) >= len(self._clients)
 
     def close(self, why: str) -> None:
-        """Nobody is answered any more: those that wait are told so, and those that come."""
+        """Fail all waiting and future requests with `ServerGone(why)`."""
         with self._changed:
             self._closed = self._closed or why
             waiting, self._waiting = self._waiting, deque()

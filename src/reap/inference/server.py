@@ -1,11 +1,11 @@
-"""InferenceServer: one policy in one thread, which answers whoever asks, many at a time.
+"""InferenceServer: runs one policy in one thread for many clients, in batches.
 
     thread clients  ───────────────────────────► RequestQueue ──► batch ──► pad to a bucket ──► policy ──► rows back
     process clients ──► socket, ClientListener ───►  ▲               │
-                                                     └── weights are exchanged here, between two batches
+                                                     └── weights are replaced here, between two batches
 
-Guarantees: a request is answered exactly once, by one version of the weights, which its answer names. A policy that
-raises fails the requests of that batch and no others. `shutdown` answers everybody who waits, with an error.
+Guarantees: each request is answered exactly once, by one version of the weights, and the answer contains this version.
+If the policy raises, only the requests of that batch fail. `shutdown` answers all waiting requests with an error.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ _WINDOW = 1024
 
 
 class InferenceServer:
-    """Answers the requests of many clients with few calls of one policy.
+    """Answers the requests of many clients by few batched calls of one policy.
 
     >>> with InferenceServer(policy, max_batch_size=64, timeout=0.01) as server:
-    ...     client = server.client()                 # one for each thread; client("process") for other processes
+    ...     client = server.client()                 # one per thread; client("process") for other processes
     ...     td = client(td)                          # observations in, what the policy wrote out
 
     Args:
         policy: a TensorDictModule, or a module or function of the tensors of `in_keys`.
         policy_factory: makes the policy, in place of `policy`.
-        max_batch_size: the most rows computed at once; a request that holds more is computed alone.
-        min_batch_size: compute as soon as so many wait; None: as many as `max_batch_size`.
-        timeout: seconds the oldest request waits for others to come.
-        buckets: sizes batches are padded to, so that a compiled or recorded policy sees few shapes; True: powers of 2.
-        device: where the policy runs; it is copied there only if it lives elsewhere.
-        exploration_type: how probabilistic policies sample; RANDOM by default.
-        in_keys: what is sent to it, where the policy does not say; None: "observation", or all for TensorDict policies.
+        max_batch_size: the most rows computed at once; a request with more rows is computed alone.
+        min_batch_size: compute as soon as this many rows wait; None: `max_batch_size`.
+        timeout: seconds the oldest request waits for others.
+        buckets: sizes to pad batches to, so that a compiled or recorded policy sees few shapes; True: powers of 2.
+        device: where the policy runs; it is copied there if it is on another device.
+        exploration_type: how probabilistic policies choose actions; RANDOM by default.
+        in_keys: the entries sent to the policy; None: the policy's own `in_keys`, else "observation", or all entries
+            for policies that take a TensorDict.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class InferenceServer:
         self.in_keys: list[Key] | None = None if declared is None else [as_key(key) for key in declared]
         self._queue = RequestQueue(max_batch_size, min_batch_size or max_batch_size, timeout)
         self._weights = threading.Lock()
-        self._opening = threading.Lock()  # clients may be asked for by many threads at once
+        self._opening = threading.Lock()  # many threads may request clients at once
         self._version = 0
         self._sizes: Counter[int] = Counter()
         self._waits: deque[float] = deque(maxlen=_WINDOW)
@@ -118,19 +119,19 @@ class InferenceServer:
         self._listener: ClientListener | None = None
         self._thread: threading.Thread | None = None
         self._why_closed: str | None = None
-        self._elsewhere: str | None = None  # why it is not this process's own
+        self._why_unusable: str | None = None  # in a fork: why the server cannot be used
         guard(self)
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: its thread is not here, and its socket its owner's."""
-        self._elsewhere = self._why_closed = why
+        """Called in a fork, where the thread does not run: refuse all use, and leave the socket to the parent."""
+        self._why_unusable = self._why_closed = why
         self._thread = self._listener = None
         refuse_all(self, why)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Begin to answer. `client` and `with` do it by themselves."""
+        """Start the thread. `client` and `with` call it automatically."""
         if self._why_closed is not None:
             raise WrongState(f"this InferenceServer is closed: {self._why_closed}; make a new one")
         with self._opening:
@@ -148,10 +149,10 @@ class InferenceServer:
         policy_version_key: Any = "policy_version",
         timeout: float | None = None,
     ) -> Any:
-        """Somebody who may ask: a policy for one thread of this process, or one to be sent to another process.
+        """Return a client: a policy for one thread of this process, or one to send to another process.
 
-        `policy_version_key` is where answers name the version that computed them; None: nowhere. `timeout`: seconds it
-        waits for an answer, then it raises `NotReady` (a `TimeoutError`); None: as long as it takes.
+        `policy_version_key`: the entry for the version that computed an answer; None: no entry. `timeout`: seconds
+        after which a waiting client raises `NotReady` (a `TimeoutError`); None: no limit.
         """
         check_timeout(timeout)
         self.start()
@@ -163,7 +164,7 @@ class InferenceServer:
 
     @property
     def address(self) -> tuple[str | bytes, bytes]:
-        """Where clients from other processes are received, and what they must know."""
+        """The address at which clients of other processes connect, and the key that they need."""
         self.start()
         with self._opening:
             if self._listener is None:
@@ -172,11 +173,11 @@ class InferenceServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it answers."""
+        """Whether the thread is running and answers requests."""
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self) -> None:
-        """Stop answering; those that wait get an error. A policy that does not return is left after 5 s."""
+        """Stop; waiting clients get an error. A policy that has not returned after 5 s is abandoned in its thread."""
         self._why_closed = self._why_closed or "it was shut down"
         self._queue.close(f"the inference server does not answer any more: {self._why_closed}")
         thread, self._thread = self._thread, None
@@ -190,7 +191,7 @@ class InferenceServer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        listener, self._listener = self._listener, None  # last: answers that were being computed still go out
+        listener, self._listener = self._listener, None  # last: answers that were being computed are still sent
         if listener is not None:
             listener.close(DEADLINE)
 
@@ -201,19 +202,20 @@ class InferenceServer:
         self.shutdown()
 
     def __del__(self) -> None:
-        if contextlib is not None:  # else Python has ended, and nobody asks any more
+        if contextlib is not None:  # None while the interpreter shuts down
             with contextlib.suppress(Exception):
                 self.shutdown()
 
     # ---- weights and numbers --------------------------------------------------------------------------------------
 
     def update_policy_weights_(self, weights: Any = None) -> int:
-        """New weights for the batches to come: a module, a TensorDict, a state dict; None: the given policy's own.
+        """Use these weights from the next batch on, and return the new version.
 
-        Waits for the batch that is being computed; returns the new version.
+        `weights`: a module, a TensorDict or a state dict; None: those of the policy passed to the constructor. Waits
+        for the batch that is being computed.
         """
-        if self._elsewhere is not None:
-            raise WrongState(f"this InferenceServer cannot be used here: {self._elsewhere}")
+        if self._why_unusable is not None:
+            raise WrongState(f"this InferenceServer cannot be used here: {self._why_unusable}")
         if not isinstance(self.policy, nn.Module):
             raise WrongState(f"policy {type(self.policy).__name__} has no weights to update")
         given = self._source if weights is None else weights
@@ -225,13 +227,13 @@ class InferenceServer:
 
     @property
     def policy_version(self) -> int:
-        """How often weights were updated; 0 is the policy as constructed."""
+        """The number of weight updates; 0 is the policy as constructed."""
         return self._version
 
     def stats(self) -> dict[str, Any]:
-        """Counts so far, and times of the last thousand requests: what batches are like, who waits for whom."""
+        """Return counts so far, batch sizes, and waiting and compute times of the last 1024 requests and batches."""
         waits, forwards = np.array(self._waits or [0.0]) * 1000, np.array(self._forwards or [0.0]) * 1000
-        sizes = dict(self._sizes)  # in one go: the thread counts on
+        sizes = dict(self._sizes)  # one atomic copy: the thread goes on counting
         alive = max(time.monotonic() - self._began, 1e-9)
         return {
             "requests": self._requests,
@@ -250,7 +252,7 @@ class InferenceServer:
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def answer(self, batch: list[Request]) -> None:
-        """One batch, by one version of the weights."""
+        """Answer the requests of a batch, with one version of the weights."""
         began = time.monotonic()
         self._current = batch
         try:
@@ -259,9 +261,9 @@ class InferenceServer:
                 version = self._version
             answers = _split(outputs, batch)
         except BaseException as cause:
-            for request in batch:  # one error each: they are raised in different threads
-                request.answer(_told(cause))
-            if not isinstance(cause, Exception):  # sys.exit() and the like end the thread, but leave nobody waiting
+            for request in batch:  # one error object per request: they are raised in different threads
+                request.answer(_raised(cause))
+            if not isinstance(cause, Exception):  # sys.exit() and the like end the thread, after all are answered
                 raise
             return
         finally:
@@ -307,7 +309,7 @@ class InferenceServer:
 
 
 def _serve(server: weakref.ref[InferenceServer], queue: RequestQueue) -> None:
-    """The life of the thread. It does not hold the server: one that nobody holds ends, and its thread with it."""
+    """Body of the thread. It holds the server only by weak reference, so that an unused server and its thread end."""
     try:
         while batch := queue.take():
             owner = server()
@@ -315,7 +317,7 @@ def _serve(server: weakref.ref[InferenceServer], queue: RequestQueue) -> None:
                 break
             owner.answer(batch)
             del owner
-    finally:  # also of an end nobody foresaw: no client is left waiting
+    finally:  # also after an unexpected end: no client is left waiting
         queue.close("the inference server does not answer any more: its thread has ended")
 
 
@@ -349,7 +351,7 @@ def _split(outputs: Columns, batch: list[Request]) -> list[Columns]:
     return found
 
 
-def _told(cause: BaseException) -> ReapError:
+def _raised(cause: BaseException) -> ReapError:
     error = WorkerRaised(f"the policy of the inference server raised {cause!r}")
     error.__cause__ = cause
     return error

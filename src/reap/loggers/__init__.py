@@ -1,4 +1,4 @@
-"""Loggers: numbers, videos and distributions of a run, in the tools people look at them with.
+"""Loggers: send the numbers, videos and histograms of a run to files, TensorBoard, W&B or MLflow.
 
 >>> from reap.loggers import TensorBoardLogger
 >>> logger = TensorBoardLogger("runs/first")

@@ -1,4 +1,4 @@
-"""What a logger is: `log(step, scalars, videos, histograms)`, and `close`."""
+"""The interface of loggers: `log(step, scalars, videos, histograms)` and `close`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 
 
 class Logger(ABC):
-    """Where numbers, videos and distributions of a run go.
+    """Logs the numbers, videos and histograms of a run. The base class of all loggers.
 
     >>> with CSVLogger("runs/first") as logger:
     ...     logger.log(step, {"return": 12.0}, histograms={"action": batch["action"]})
     """
 
-    fps = 30.0  # of videos
+    fps = 30.0  # frame rate of logged videos
 
     def log(
         self,
@@ -32,11 +32,11 @@ class Logger(ABC):
         videos: Mapping[str, Any] | None = None,
         histograms: Mapping[str, Any] | None = None,
     ) -> None:
-        """Log what was found at this step.
+        """Log values of this step.
 
         Args:
-            step: most often the number of frames so far.
-            scalars: numbers, or tensors of one value, by name; None is left out.
+            step: usually the number of frames so far.
+            scalars: numbers, or tensors of one value, by name; None values are left out.
             videos: `[time, height, width, channels]` bytes, or floats between 0 and 1, by name.
             histograms: arrays or tensors of any shape, by name; their distribution is logged.
         """
@@ -58,7 +58,7 @@ class Logger(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left. May be called twice."""
+        """Write what is still buffered, and close. May be called twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +68,7 @@ class Logger(ABC):
 
 
 def as_number(name: str, value: Any) -> float:
-    """A scalar of any kind as a float."""
+    """Return a scalar of any kind as a float."""
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as cause:
@@ -76,7 +76,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def as_values(value: Any) -> np.ndarray[Any, Any]:
-    """Whatever holds numbers as a flat array of the finite ones."""
+    """Return the finite numbers of an array or tensor as a flat array."""
     array = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else np.asarray(value, np.float64)
     flat = array.reshape(-1)
     finite: np.ndarray[Any, Any] = flat[np.isfinite(flat)]
@@ -84,7 +84,7 @@ def as_values(value: Any) -> np.ndarray[Any, Any]:
 
 
 def summary_of(name: str, values: np.ndarray[Any, Any]) -> dict[str, float]:
-    """A distribution as numbers, for those who have nothing but numbers: mean and quantiles."""
+    """Return mean and quantiles of a distribution, for loggers without histograms."""
     found = np.quantile(values, QUANTILES)
     labels = [f"{name}/p{math.floor(100 * q):02}" for q in QUANTILES]
     return {f"{name}/mean": float(values.mean()), **dict(zip(labels, found.tolist()))}

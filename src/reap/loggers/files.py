@@ -1,4 +1,4 @@
-"""Loggers that need no library: CSV and JSON lines. Videos are mp4 files beside them."""
+"""Loggers to CSV and JSON lines files, which need no other library. Videos are mp4 files beside them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Histograms = dict[str, np.ndarray[Any, Any]]
 
 
 class JSONLLogger(Logger):
-    """A line of JSON for each call: step, seconds since the start, scalars, histograms, where videos are.
+    """Writes a line of JSON per call: step, seconds since the start, scalars, histograms and paths of videos.
 
     >>> logger = JSONLLogger("runs/first")           # runs/first/log.jsonl
 
-    A run that goes on in the same directory is appended to it.
+    A later run in the same directory is appended to the file.
     """
 
     def __init__(self, directory: Any) -> None:
@@ -37,25 +37,25 @@ class JSONLLogger(Logger):
     def _log(self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: Histograms) -> None:
         _check_open(self, self._file)
         row: dict[str, Any] = {"step": step, "seconds": round(time.monotonic() - self._began, 3)}
-        # JSON has no NaN: readers stumble over one.
+        # JSON has no NaN or infinity: readers fail on them.
         row |= {name: value if math.isfinite(value) else str(value) for name, value in scalars.items()}
         for name, values in histograms.items():
             counts, edges = np.histogram(values, bins=30)
             row[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
         row |= {name: str(_video(self.directory, name, step, video, self.fps)) for name, video in videos.items()}
         self._file.write(json.dumps(row) + "\n")
-        self._file.flush()  # a run that is killed has told what it knew
+        self._file.flush()  # so that the file is complete if the run is killed
 
     def close(self) -> None:
         self._file.close()
 
 
 class CSVLogger(Logger):
-    """A row for each call, a column for each name; histograms as their mean and quantiles.
+    """Writes a row per call, with a column per name. Histograms are written as mean and quantiles.
 
     >>> logger = CSVLogger("runs/first")             # runs/first/log.csv
 
-    A name that comes later adds a column: the file is written anew, whole, and replaced.
+    A new name adds a column: the whole file is rewritten and replaced.
     """
 
     def __init__(self, directory: Any) -> None:
@@ -97,7 +97,7 @@ class CSVLogger(Logger):
 
 
 class SeveralLoggers(Logger):
-    """Logs to all of these.
+    """Logs to several loggers at once.
 
     >>> logger = SeveralLoggers(CSVLogger("runs/first"), TensorBoardLogger("runs/first"))
     """
@@ -110,7 +110,7 @@ class SeveralLoggers(Logger):
             logger.log(step, scalars, videos, histograms)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # all of them, also where one cannot be closed
+        with contextlib.ExitStack() as stack:  # closes all of them, even if one fails
             for logger in self._loggers:
                 stack.callback(logger.close)
 

@@ -1,8 +1,9 @@
-"""MLflow: a run on a tracking server, or in a local store."""
+"""MLflowLogger: logs to an MLflow run on a tracking server or in a local store."""
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ from reap.video import write_video
 
 
 class MLflowLogger(Logger):
-    """An MLflow run; histograms as their mean and quantiles, videos as artifacts.
+    """Logs to an MLflow run. Histograms are logged as mean and quantiles, videos as artifacts.
 
     >>> logger = MLflowLogger("my-experiment", tracking_uri="sqlite:///mlflow.db")
 
     Args:
-        experiment: the experiment's name; it is made if it is not there.
+        experiment: the experiment's name; it is created if it does not exist.
         name: the run's name.
-        config: parameters to be kept with the run.
-        tracking_uri: the server or the store; None: as MLflow is set up.
+        config: parameters to store with the run.
+        tracking_uri: the server or the store; None: MLflow's own setting.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class MLflowLogger(Logger):
             from mlflow.entities import Metric
         except ImportError:
             raise missing("mlflow", "mlflow") from None
-        self._client, self._metric = MlflowClient(tracking_uri), Metric  # nothing global: several may run side by side
+        self._client, self._metric = MlflowClient(tracking_uri), Metric  # no global state: runs may be parallel
         found = self._client.get_experiment_by_name(experiment)
         number = self._client.create_experiment(experiment) if found is None else found.experiment_id
         self.run_id: str = self._client.create_run(number, run_name=name).info.run_id
@@ -50,8 +51,6 @@ class MLflowLogger(Logger):
     def _log(
         self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: dict[str, np.ndarray[Any, Any]]
     ) -> None:
-        import time
-
         numbers = dict(scalars)
         for name, values in histograms.items():
             numbers |= summary_of(name, values)

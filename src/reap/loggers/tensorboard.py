@@ -1,4 +1,4 @@
-"""TensorBoard: event files, written by TensorBoard's own writer."""
+"""TensorBoardLogger: writes event files with TensorBoard's own writer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reap.video import as_frames
 
 
 class TensorBoardLogger(Logger):
-    """Event files in a directory that `tensorboard --logdir` shows; videos are animated images.
+    """Writes event files to a directory, for `tensorboard --logdir`. Videos are animated images.
 
     >>> logger = TensorBoardLogger("runs/first")
     """
@@ -42,7 +42,7 @@ class TensorBoardLogger(Logger):
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
     def _image(self, video: Any) -> Any:
-        from PIL import Image  # TensorBoard asks for it itself
+        from PIL import Image  # a dependency of TensorBoard
 
         frames = as_frames(video)
         images = [Image.fromarray(frame) for frame in frames]

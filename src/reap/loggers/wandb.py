@@ -1,4 +1,4 @@
-"""Weights & Biases: a run, on their server or, offline, in a directory that `wandb sync` uploads."""
+"""WandbLogger: logs to a run of Weights & Biases, online, or offline in a directory for `wandb sync`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from reap.video import write_video
 
 
 class WandbLogger(Logger):
-    """A W&B run.
+    """Logs to a Weights & Biases run.
 
     >>> logger = WandbLogger("my-project", mode="offline", directory="runs/first")
 
     Args:
         project: the project's name.
         name: the run's name.
-        config: what is to be kept with the run.
-        mode: "online", "offline" or "disabled"; None: as W&B is set up.
-        directory: where W&B keeps its files; None: here.
+        config: values to store with the run.
+        mode: "online", "offline" or "disabled"; None: W&B's own setting.
+        directory: where W&B keeps its files; None: the working directory.
         options: further arguments of `wandb.init`.
     """
 

@@ -1,4 +1,4 @@
-"""Modules: `InferenceServer`, one policy for many who ask, here or in a process of its own; and its clients."""
+"""Modules: inference servers, which run one policy for many clients, in this process or their own; and the clients."""
 
 from reap.errors import ServerGone
 from reap.inference.clients import PolicyClient

@@ -1,10 +1,10 @@
-"""Diagnosis: what limits a run, in one line, and what to try.
+"""Diagnosis: finds what limits the speed of a run, and suggests what to try, in one line.
 
-learner      batches are ready before they are wanted
-stragglers   workers in step wait for the slowest of them
-transport    nobody is busy: rollouts are so short that handing them over takes the time
-policy, env  what takes most of the busiest worker's time
-limiter      workers that fill a buffer by themselves are told to rest
+learner      batches are ready before the learner takes them
+stragglers   synchronous workers wait for the slowest of them
+transport    workers and learner are idle: rollouts are so short that transferring them takes the time
+policy, env  the policy or the env takes most of the busiest worker's time
+limiter      workers that write to a buffer by themselves have to rest
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PARTS = ("env", "policy", "loop", "transport", "wait")
-_MUCH, _IDLE, _BEHIND = 0.5, 0.4, 0.7  # shares: above it, it is the limit; below it, a worker is; of the slowest
-_LANES = 32  # with so many a policy's cost per frame is small
+# Shares of time. `_MUCH`: above it, a part is the limit. `_IDLE`: workers idle for longer wait for the learner.
+# `_BEHIND`: workers that are busy for less than this part of the slowest one's time wait for it.
+_MUCH, _IDLE, _BEHIND = 0.5, 0.4, 0.7
+_LANES = 32  # with this many lanes a policy's cost per frame is small
 
 
 @dataclass(frozen=True)
 class Times:
-    """One worker: its lanes and steps of a rollout, and which shares of its time its `PARTS` take."""
+    """One worker: its lanes, the steps of a rollout, and the shares of its time that each of `PARTS` takes."""
 
     index: int
     lanes: int
@@ -37,7 +39,7 @@ class Times:
 
     @property
     def overhead(self) -> float:
-        """Of the loop itself, and of handing rollouts over."""
+        """The share of the loop itself and of transferring rollouts."""
         return self.shares[2] + self.shares[3]
 
     @property
@@ -47,7 +49,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What limits the run ("" if that is not known yet), its share of the time, and a sentence about it."""
+    """The limit of a run ("" if it is not known yet), its share of the time, and a sentence about it."""
 
     limit: str
     share: float
@@ -62,7 +64,7 @@ def diagnose(
     frames_per_batch: int,
     cores: int,
 ) -> Diagnosis:
-    """Say what limits a run. `learner`: the share of the time in which it was at work; None: it takes no batches."""
+    """Return what limits a run. `learner`: the share of time the learner was busy; None: it takes no batches."""
     known = [one for one in workers if one.busy > 0]
     if not known:
         return Diagnosis("", 0.0, "nothing is known yet: no worker has finished a rollout")

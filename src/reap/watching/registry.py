@@ -1,9 +1,9 @@
-"""Who can be watched: a file for each, which only its user can read, with the address of its page.
+"""The registry of watchable runs: for each a file, readable only by its user, with the address of its page.
 
     collector.watch() ──► <runtime directory>/reap/<pid>-<port>.json, 0600 ──► reap watch PID
 
-The directory is the user's own ($XDG_RUNTIME_DIR, or one in the temporary directory that is theirs alone). Nothing is
-there unless somebody called `watch()`.
+The directory belongs to the user alone ($XDG_RUNTIME_DIR, or a private one in the temporary directory). It has no files
+unless `watch()` was called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reap.errors import UsageError
 
 
 def directory(*, make: bool = False) -> Path:
-    """Return where the files are. One that belongs to somebody else, or that others may write to, is refused."""
+    """Return the directory of the files. Raise if it belongs to another user, or others have access to it."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     path = (
         Path(given) / "reap" if given and os.path.isdir(given) else Path(tempfile.gettempdir(), f"reap-{os.getuid()}")
@@ -35,17 +35,17 @@ def directory(*, make: bool = False) -> Path:
 
 
 def register(entry: dict[str, Any]) -> Path:
-    """Write down that a collector can be watched; returns the file."""
+    """Write the file of a collector that can be watched, and return its path."""
     path = directory(make=True) / f"{entry['pid']}-{entry['port']}.json"
     with contextlib.suppress(FileNotFoundError):
-        path.unlink()  # of a process that had our number
+        path.unlink()  # left by an earlier process with our pid
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         json.dump(entry, file)
     return path
 
 
 def registered() -> list[dict[str, Any]]:
-    """All that can be watched, the latest last; files of processes that are gone are removed."""
+    """Return all runs that can be watched, the latest last, and remove the files of processes that have ended."""
     found = []
     for path in sorted(directory().glob("*.json"), key=lambda one: one.stat().st_mtime):
         try:

@@ -1,8 +1,8 @@
-"""What is seen of a collector at a moment, and of what changed between two moments: rates, and where the time went.
+"""Samples: the counts of a collector at one moment. Two samples give rates, and how the time was spent.
 
     collector ──► Sample, Sample, Sample … ──► view: frames per second, time split, lag, returns, memory, diagnosis
 
-A sample holds counts since the beginning, so any two of them make a view.
+A sample holds counts since the start of the run, so any two samples make a view.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from reap.watching.diagnosis import PARTS, Times, diagnose
 
-WINDOW = 20.0  # seconds over which rates and shares are taken
-_HISTORY = 600  # points of a curve
-_SMOOTH = 6.0  # seconds over which a point of it is a mean
+WINDOW = 20.0  # seconds over which rates and shares are computed
+_HISTORY = 600  # points per curve
+_SMOOTH = 6.0  # seconds over which each point of a curve is averaged
 
 
 @dataclass(frozen=True)
 class WorkerSample:
-    """One worker. Seconds are in the order of `diagnosis.PARTS`."""
+    """One worker at one moment. `seconds` are in the order of `diagnosis.PARTS`."""
 
     index: int
     alive: bool
@@ -44,10 +44,10 @@ class Sample:
     batches: int
     version: int
     restarts: int
-    learner: float | None  # seconds that the learner took; None: it does not take batches
-    collecting: float  # seconds in which it waited for a batch
+    learner: float | None  # seconds that the learner spent; None: it takes no batches
+    collecting: float  # seconds in which the learner waited for a batch
     workers: Sequence[WorkerSample]
-    lags: dict[int, int] = field(default_factory=dict)  # frames by lag
+    lags: dict[int, int] = field(default_factory=dict)  # number of frames by policy lag
     returns: Sequence[float] = ()  # of the last hundred episodes
     lengths: Sequence[float] = ()
     episodes: int = 0
@@ -56,28 +56,28 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class About:
-    """What does not change: who it is."""
+class RunInfo:
+    """The properties of a collector that do not change."""
 
     name: str
     pid: int
     total: float
-    in_step: bool | None  # workers wait for one another; None: there is one, here
+    in_step: bool | None  # whether workers wait for one another; None: a single worker, in this process
     frames_per_batch: int
     cores: int
 
 
 class Views:
-    """The last samples of a collector, and the view they make."""
+    """Holds the last samples of a collector, and computes the view of them."""
 
-    def __init__(self, about: About) -> None:
-        self.about = about
+    def __init__(self, info: RunInfo) -> None:
+        self.info = info
         self._samples: deque[Sample] = deque()
         self._rates: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # when, frames per second
         self._returns: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # when, mean return
 
     def add(self, sample: Sample) -> None:
-        """Another one, later than all before."""
+        """Add a sample that is later than all before."""
         samples = self._samples
         before = next((one for one in samples if one.time > sample.time - _SMOOTH), samples[-1] if samples else None)
         if before is not None and sample.time > before.time:
@@ -89,9 +89,9 @@ class Views:
             samples.popleft()
 
     def view(self, now: Sample | None = None) -> dict[str, Any]:
-        """Return what is shown, as JSON has it: how it is `now`, or was when the last sample was added."""
+        """Return the view as JSON values, of the sample `now` or else the last one added."""
         now = now or self._samples[-1]
-        then, about = self._before(now), self.about
+        then, info = self._before(now), self.info
         earlier = {one.index: one for one in then.workers} if then is not None else {}
         times = {one.index: _shares(self._seconds(one)) for one in now.workers}
         passed = now.time - then.time if then is not None else 0.0
@@ -99,16 +99,16 @@ class Views:
         found = diagnose(
             [Times(one.index, one.lanes, one.steps, times[one.index]) for one in now.workers if one.alive],
             learner=self._learner(now, then),
-            in_step=about.in_step,
-            frames_per_batch=about.frames_per_batch,
-            cores=about.cores,
+            in_step=info.in_step,
+            frames_per_batch=info.frames_per_batch,
+            cores=info.cores,
         )
         start = self._rates[0][0] if self._rates else now.time
         return {
-            "name": about.name,
-            "pid": about.pid,
+            "name": info.name,
+            "pid": info.pid,
             "frames": now.frames,
-            "total": None if about.total == float("inf") else about.total,
+            "total": None if info.total == float("inf") else info.total,
             "batches": now.batches,
             "version": now.version,
             "restarts": now.restarts,
@@ -129,7 +129,7 @@ class Views:
         }
 
     def _before(self, now: Sample) -> Sample | None:
-        """Return the sample that `now` is compared with: the oldest of the window; None: there is none."""
+        """Return the sample to compare `now` with: the oldest of the window; None: there is none."""
         return self._samples[0] if self._samples[0] is not now else None
 
     @staticmethod
@@ -142,12 +142,12 @@ class Views:
         return learner / (learner + collecting) if learner + collecting > 0 else 0.0
 
     def _seconds(self, one: WorkerSample) -> tuple[float, ...]:
-        """Seconds of a worker in the window: since its first report there, for what comes before is its start."""
+        """Return a worker's seconds since its first report in the window, which excludes its start-up."""
         for sample in self._samples:
             for before in sample.workers:
                 if before.index == one.index and any(before.seconds) and before.seconds != one.seconds:
                     since = tuple(new - old for new, old in zip(one.seconds, before.seconds))
-                    if min(since) > -1e-3:  # else it was started again meanwhile
+                    if min(since) > -1e-3:  # else the worker was restarted meanwhile
                         return tuple(max(part, 0.0) for part in since)
         return (*one.seconds[:-1], 0.0)
 
@@ -177,13 +177,13 @@ def _mean(splits: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def memory_of(pid: int | None) -> int | None:
-    """Bytes that a process of this machine has in memory, shared ones included; None: it is not known."""
+    """Return the resident memory of a local process in bytes, shared memory included; None: unknown."""
     if pid is None:
         return None
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
                 return int(line.split()[1]) * 1024
-    except OSError:  # it is gone, elsewhere, or this is not Linux
+    except OSError:  # the process has ended or is on another machine, or this is not Linux
         return None
     return None

@@ -1,12 +1,12 @@
-"""The page of a run: a small web server on the loopback address, which serves nothing without its token.
+"""PageServer: a small web server for the page of a run, on the loopback address, protected by a token.
 
-    GET /TOKEN/         the page, which asks for the rest itself, once a second
+    GET /TOKEN/         the page, which requests the data itself, once a second
     GET /TOKEN/data     the view, as JSON
     GET /TOKEN/stacks   where each worker is right now, as JSON
 
-Python's own http.server is enough: the page has a reader or two on this machine, a request takes a millisecond, and a
-training script needs no web framework. It listens on 127.0.0.1 alone. Who does not know the token gets 404 and nothing
-else. Requests for another host's name are refused, so that no web page can be led here by its name (DNS rebinding).
+Python's own http.server is enough: the page has one or two readers on this machine, a request takes a millisecond, and
+a training script needs no web framework. It listens on 127.0.0.1 only. Requests without the token get an empty 404.
+Requests with another host name are refused, so that no web page can reach the server by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from reap.errors import ReapError
 
 _HOST = "127.0.0.1"
-_PATIENCE = 10.0  # seconds that a connection may say nothing
+_PATIENCE = 10.0  # seconds that a connection may be idle
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -33,11 +33,11 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
-Answers = dict[str, tuple[str, Callable[[], bytes]]]  # by path: the type of what is served, and what makes it
+Answers = dict[str, tuple[str, Callable[[], bytes]]]  # by path: the content type, and the function that makes the body
 
 
 class PageServer:
-    """Serves a view and stacks, in threads of its own, until it is closed."""
+    """Serves the page, the view and the stacks, in threads of its own, until it is closed."""
 
     def __init__(self, view: Callable[[], dict[str, Any]], stacks: Callable[[], dict[str, str]], port: int = 0) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -58,7 +58,7 @@ class PageServer:
         return f"http://{_HOST}:{self.port}/{self.token}/"
 
     def close(self) -> None:
-        """Serve no more. May be called twice."""
+        """Stop serving. May be called twice."""
         self._server.shutdown()
         self._server.server_close()
         if threading.current_thread() is not self._thread:
@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        """Serve what is asked for, to those who know the token."""
+        """Serve the requested path, if the request has the token."""
         port = self.server.server_address[1]  # type: ignore[index]
         if self.headers.get("Host", "") not in (f"{_HOST}:{port}", f"localhost:{port}"):
             self._send(403, "text/plain", b"")
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind, make = self._answers[path]
         try:
             body = make()
-        except ReapError as error:  # it is closed
+        except ReapError as error:  # the collector is closed
             self._send(410, "text/plain; charset=utf-8", str(error).encode())
             return
         self._send(200, kind, body)

@@ -1,9 +1,9 @@
 """Watch: a live view of a running collector: `collector.watch()`, and from elsewhere `reap watch PID`.
 
-    collector ◄── looked at once a second, from a thread; nobody is asked and nobody waits ──► Views ──► PageServer
-                                                                                                 └──► registry: a file
+    collector ◄── sampled once a second, from a thread; no call to a worker, no waiting ──► Views ──► PageServer
+                                                                                              └──► registry: a file
 
-It does not keep its collector alive, and ends with it.
+It references its collector only weakly, and ends with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from reap.arguments import whole
 from reap.errors import WrongState
 from reap.watching.registry import register
-from reap.watching.samples import About, Sample, Views, WorkerSample, memory_of
+from reap.watching.samples import RunInfo, Sample, Views, WorkerSample, memory_of
 from reap.watching.server import PageServer
 
 EVERY = 1.0  # seconds between two samples
@@ -29,7 +29,7 @@ _COLLECT = "collect_seconds"
 
 
 class Watch:
-    """A page that shows what a collector is doing.
+    """A web page that shows what a collector is doing.
 
     >>> watch = collector.watch()
     >>> watch.url
@@ -40,10 +40,10 @@ class Watch:
         whole("port", port, least=0, most=65535)
         self._collector = weakref.ref(collector)
         self._lags: Counter[int] = Counter()
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._owner = os.getpid()
         self._views = Views(
-            About(
+            RunInfo(
                 name=type(collector).__name__,
                 pid=os.getpid(),
                 total=float(collector.options.total),
@@ -61,21 +61,21 @@ class Watch:
         except BaseException:
             self._server.close()
             raise
-        collector._listeners.add(self._saw)
-        self._thread = threading.Thread(target=self._look, name="reap-looks", daemon=True)
+        collector._listeners.add(self._count_lags)
+        self._thread = threading.Thread(target=self._run, name="reap-looks", daemon=True)
         self._thread.start()
 
     def view(self) -> dict[str, Any]:
-        """What the page shows, as a dictionary."""
+        """Return what the page shows, as a dictionary."""
         collector, now = self._collector(), None
-        if collector is not None and not self._over.is_set():
+        if collector is not None and not self._closed.is_set():
             with contextlib.suppress(RuntimeError):
                 now = self._sample(collector)
         with self._lock:
             return self._views.view(now)
 
     def stacks(self) -> dict[str, str]:
-        """Where each worker is right now."""
+        """Return the current stack of each worker."""
         collector = self._collector()
         if collector is None:
             raise WrongState("this collector is gone")
@@ -83,40 +83,40 @@ class Watch:
         return found
 
     def close(self) -> None:
-        """Serve no more. May be called twice; a collector does so when it is closed."""
-        if self._over.is_set() or self._owner != os.getpid():
+        """Stop serving. May be called twice. A collector calls it when it is closed."""
+        if self._closed.is_set() or self._owner != os.getpid():
             return
-        self._over.set()
+        self._closed.set()
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
         collector = self._collector()
         if collector is not None:
-            collector._listeners.remove(self._saw)
+            collector._listeners.remove(self._count_lags)
         self._server.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def __repr__(self) -> str:
-        return f"Watch({self.url}{', closed' if self._over.is_set() else ''})"
+        return f"Watch({self.url}{', closed' if self._closed.is_set() else ''})"
 
     def _repr_html_(self) -> str:
-        """A link, in a notebook."""
+        """Return a link to the page, for notebooks."""
         return f'<a href="{self.url}" target="_blank" rel="noreferrer">watch it</a>'
 
     # ---- looking --------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        while not self._over.wait(EVERY):
+    def _run(self) -> None:
+        while not self._closed.wait(EVERY):
             collector = self._collector()
             if collector is not None:
-                with contextlib.suppress(RuntimeError):  # a dictionary has grown meanwhile: next time
+                with contextlib.suppress(RuntimeError):  # a dictionary changed size meanwhile: skip this sample
                     sample = self._sample(collector)
                     with self._lock:
                         self._views.add(sample)
-            del collector  # nobody is kept alive while this thread waits
+            del collector  # hold no reference while this thread waits
 
-    def _saw(self, batch: Any) -> None:
-        """Count the frames of a batch by the age of the weights that made them."""
+    def _count_lags(self, batch: Any) -> None:
+        """Count the frames of a batch by their policy lag."""
         collector = self._collector()
         if collector is None:
             return
@@ -128,13 +128,13 @@ class Watch:
             ages, counts = torch.unique(collector.policy_version - versions, return_counts=True)
             for age, count in zip(ages.tolist(), counts.tolist()):
                 self._lags[max(int(age), 0)] += count
-        elif self._views.about.in_step is not False:
-            self._lags[0] += batch.numel()  # made between two updates
+        elif self._views.info.in_step is not False:
+            self._lags[0] += batch.numel()  # all made between two updates
 
     def _sample(self, collector: Any) -> Sample:
-        """What is known here and now; no worker is asked, and errors are left for the collector's owner."""
+        """Return a sample of what this process knows, without calling workers. Errors are left to the collector."""
         if (catch_up := getattr(collector._runner, "catch_up", None)) is not None:
-            catch_up()  # what workers have made by themselves
+            catch_up()  # count what free-running workers have collected
         backend, pipeline = collector._backend, collector._pipeline
         busy, waited = collector._clock.so_far(working=collector._life.busy is not None)
         recent = backend.episodes.recent()

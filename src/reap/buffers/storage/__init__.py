@@ -1,1 +1,1 @@
-"""Where the rows of a buffer lie, and who may write and read them when: memory that any number of processes share."""
+"""The rows of a buffer in memory shared by any number of processes, and the rules for writing and reading them."""

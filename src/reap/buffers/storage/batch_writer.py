@@ -1,4 +1,4 @@
-"""BatchWriter: batches into the rows of a ring.   extend ──► columns as arrays ──► reserve → write → commit"""
+"""BatchWriter: writes batches into the rows of a ring.   extend ──► columns as arrays ──► reserve → write → commit"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN: Key = ("_plain",)  # the column of a buffer that holds bare tensors
 
 
 def as_batch(data: Any, inverse: Callable[[TensorDictBase], TensorDictBase]) -> TensorDictBase:
-    """Whatever a buffer is given to write as one TensorDict `[…, T]`; `inverse` undoes what is done to samples."""
+    """Return the data to be written as one TensorDict `[…, T]`. `inverse` applies the inverses of the transforms."""
     if isinstance(data, (list, tuple)) and data and all(isinstance(x, (Tensor, TensorDictBase)) for x in data):
         try:
             data = torch.stack(list(data))
@@ -44,14 +44,14 @@ def as_batch(data: Any, inverse: Callable[[TensorDictBase], TensorDictBase]) -> 
 
 
 class BatchWriter:
-    """One writer of a buffer, of however many there are. Rows that it could not finish are nobody's."""
+    """One of any number of writers of a buffer. Rows that it could not finish are never read."""
 
     def __init__(self, memory: BufferFiles, cuts: Cuts, check_names: Callable[[Mapping[Key, Leaf]], None]) -> None:
         self._memory, self._check_names = memory, check_names
         self._marker = Marker(cuts)
 
     def write(self, batch: TensorDictBase) -> Array:
-        """Write a row for each frame that is not masked out; returns the rows' numbers."""
+        """Write one row for each frame that is not masked out, and return the row numbers."""
         ring, capacity = self._memory.ring, self._memory.capacity
         if not batch.batch_size.numel():
             return np.zeros(0, np.int64)
@@ -60,7 +60,7 @@ class BatchWriter:
         values, columns = _arrays(batch, keep)
         if self._memory.rows is None:
             self._check_names({key: Leaf(*kind) for key, kind in columns.items()})
-        rows = self._memory.rows_for(columns)  # before anything is reserved: a wrong batch costs nothing
+        rows = self._memory.rows_for(columns)  # before rows are reserved: a wrong batch leaves no hole
         marks, identity, ended = self._marker.marks(batch, keep)
         count = len(marks)
         if not count:
@@ -68,11 +68,11 @@ class BatchWriter:
         first, entry = ring.reserve(count)
         try:
             self._marker.join(marks, identity, ended, first, first + count, (threading.get_ident(), os.getpid()))
-            skip = max(count - capacity, 0)  # a batch longer than the ring: the last rows stay
+            skip = max(count - capacity, 0)  # of a batch longer than the ring, only the last rows are kept
             ring.mark(first + skip, marks[skip:])
             rows.write((first + skip) % capacity, {key: value[skip:] for key, value in values.items()})
         except BaseException:
-            self._marker.forget()  # what comes next must not go on from rows that are not there
+            self._marker.forget()  # the next batch must not continue from rows that were not written
             ring.abandon(entry)
             raise
         ring.commit(entry)
@@ -83,7 +83,7 @@ class BatchWriter:
 def _arrays(
     batch: TensorDictBase, keep: Array | None
 ) -> tuple[dict[Key, Array], dict[Key, tuple[tuple[int, ...], torch.dtype]]]:
-    """The frames of a batch by column, those to `keep`; shape and dtype of each column."""
+    """Return the frames of a batch to `keep`, by column, and the shape and dtype of each column."""
     lead, frames = batch.ndim, batch.batch_size.numel()
     values, columns = {}, {}
     for name, value in batch.items(True, True):

@@ -1,12 +1,13 @@
-"""BufferFiles: the three files of a buffer. Without a name, or with the rows in a directory of the user's.
+"""BufferFiles: the three files of a buffer: unnamed ones in memory, or with the rows in a file on disk.
 
-    book    header words │ marks │ which columns there are      mapped by all
+    book    header words │ marks │ which columns there are      mapped by all processes
     data    the rows                                            mapped as soon as the columns are known
-    lock    nothing                                             only locked, never mapped: see file_lock.py
+    lock    empty                                               only locked, never mapped: see file_lock.py
 
-The first writer knows the columns and writes them down; whoever comes later, in whatever process, finds them.
-Descriptors are all another process needs: `fds` to inherit, `BufferFiles(capacity, fds, place=place)` to open. `place`
-says in words where the rows lie if that is a disk: all of its room is then taken before the first row is written.
+The first writer writes the description of the columns to `book`; all other processes read it there.
+Another process needs only the descriptors: it inherits `fds` and calls `BufferFiles(capacity, fds, place=place)`.
+`place` describes in words where the rows lie on disk, for errors; disk space for all rows is then allocated before the
+first row is written. `place=None` means that the rows lie in memory.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from reap.errors import NoSpace, SpecMismatch, UsageError
 from reap.spec import Key, Leaf, show
 
 Columns = Mapping[Key, tuple[tuple[int, ...], torch.dtype]]
-_COLUMNS = 1 << 18  # bytes for the description of the columns; pages nobody touches cost nothing
+_COLUMNS = 1 << 18  # bytes for the description of the columns; pages that are never touched cost nothing
 
 
 class BufferFiles:
-    """Ring and rows of one buffer, as this process sees them."""
+    """The ring and rows of one buffer, mapped into this process."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class BufferFiles:
     ) -> None:
         self.capacity, self.place = capacity, place
         if fds is None:
-            data = _data(path)  # first: a name may be taken
+            data = _data(path)  # first, since the name may already be taken
             fds = (SharedFile("reap-book").fd, data, SharedFile("reap-lock").fd)
         book, data, lock = fds
         self._book, self._data = SharedFile(fd=book), SharedFile(fd=data)
@@ -59,7 +60,7 @@ class BufferFiles:
 
     @property
     def rows(self) -> Rows | None:
-        """The rows, once somebody has written one."""
+        """The rows; None before the first one is written."""
         if self._rows is None and (length := int(self.ring.words[LAYOUT])):
             self._rows = self._map(pickle.loads(self._columns[:length].tobytes()))
         return self._rows
@@ -74,14 +75,14 @@ class BufferFiles:
             raise NoSpace(f"{error}: fewer rows, or a scratch_dir with more room") from None
 
     def rows_for(self, columns: Columns) -> Rows:
-        """The rows for data like this; the first to ask decides what they look like."""
+        """Return the rows for data with these columns. The first call decides the columns; later ones must match."""
         if self.rows is None:
             with self._lock.locked():
                 if not self.ring.words[LAYOUT]:
                     text = pickle.dumps(dict(columns))
                     if len(text) > _COLUMNS:
                         raise UsageError(f"{len(columns)} columns are more than a buffer can describe")
-                    self._rows = self._map(columns)  # first: rows that do not fit leave no trace
+                    self._rows = self._map(columns)  # first: if the rows do not fit, nothing is recorded
                     self._columns[: len(text)] = memoryview(text)
                     self.ring.words[LAYOUT] = len(text)
         assert self.rows is not None

@@ -1,4 +1,4 @@
-"""EpisodeIndex: rows that follow each other in one episode. Found when they are written, followed as they come.
+"""EpisodeIndex: runs of rows that follow each other in one episode. Writers mark them, readers index the marks.
 
 marks    1 0 0 1 0 2 2 1 0 0 │          1 begins, 0 goes on, 2 hole
 runs     └───┘ └─┘     └────┘
@@ -22,26 +22,26 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Cuts:
-    """By which leaves a batch is cut into runs: ids that change, flags that end."""
+    """The leaves that cut a batch into runs: ids, where they change, and flags, where they are True."""
 
     ids: tuple[Key, ...] = (("collector", "traj_ids"), ("traj_ids",))
     ends: tuple[Key, ...] = (("next", "done"),)
 
     def check(self, columns: Collection[Key]) -> None:
-        """Raise if none of them is among the columns."""
+        """Raise if none of these leaves is among the columns."""
         if not any(key in columns for key in (*self.ids, *self.ends)):
             raise UsageError(f"nothing says where episodes end: none of {[*self.ids, *self.ends]} is stored")
 
 
 class Marker:
-    """Marks for what one writer writes; remembers how its last rows ended, so that a run can go on."""
+    """Makes the marks of one writer's rows. Remembers how its last batch ended, so that a run can go on."""
 
     def __init__(self, cuts: Cuts) -> None:
         self._cuts = cuts
         self._last: tuple[Any, ...] | None = None
 
     def marks(self, batch: TensorDictBase, keep: Array | None) -> tuple[Array, Any, bool]:
-        """For a batch `[…, T]`: marks of its rows, the ids at both ends (None: unknown), whether the last row ends."""
+        """Return the marks of a batch `[…, T]`, its first and last id (None: unknown), whether its last row ends."""
         count, steps = batch.batch_size.numel(), batch.batch_size[-1]
         begins = np.zeros(count, bool)
         begins[::steps] = True
@@ -55,7 +55,7 @@ class Marker:
             if (flag := batch.get(key, None)) is not None:
                 ended |= flag.detach().cpu().numpy().reshape(count, -1).any(-1)
         begins[1:] |= ended[:-1]
-        if keep is not None:  # rows that are no frames are left out: what follows one goes on with what was before it
+        if keep is not None:  # masked rows are left out: the row after one continues the row before it
             run = np.cumsum(begins)[keep]
             begins = np.ones(len(run), bool)
             begins[1:] = run[1:] != run[:-1]
@@ -65,7 +65,7 @@ class Marker:
         return begins.astype(np.uint8), identity, bool(len(ended) and ended[-1])
 
     def join(self, marks: Array, identity: Any, ended: bool, first: int, end: int, who: Any) -> None:
-        """Let the first row go on where this writer's last batch stopped, if it does."""
+        """Mark the first row as continuing this writer's last batch, if it directly follows it in the same episode."""
         last, self._last = self._last, None
         if identity is None:
             return
@@ -75,12 +75,12 @@ class Marker:
             self._last = (end, identity[1], who)
 
     def forget(self) -> None:
-        """The next rows go on from nothing."""
+        """Let the next rows begin a new run."""
         self._last = None
 
 
 class EpisodeIndex:
-    """The runs of a ring as one reader knows them; `table` brings it up to date."""
+    """The runs of a ring as seen by one reader; `table` brings them up to date."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -89,22 +89,22 @@ class EpisodeIndex:
         self._table: tuple[tuple[int, int], Array, Array] | None = None
 
     def table(self) -> tuple[Array, Array]:
-        """First positions and lengths of all runs, in order; holes are none of them."""
+        """Return the first positions and the lengths of all runs, in order, without holes."""
         ring = self._ring
         low, high = ring.window()
         if self._table is not None and self._table[0] == (low, high):
             return self._table[1:]
         begin = max(self._seen, low)
-        new = ring.marks_of(begin, high).copy()  # others write there, and NumPy looks twice for what is not zero
+        new = ring.marks_of(begin, high).copy()  # writers change it meanwhile, and `flatnonzero` reads it twice
         at = np.flatnonzero(new)
         cuts, kinds = np.concatenate([self._cuts, at + begin]), np.concatenate([self._kinds, new[at]])
-        low = max(low, ring.window()[0])  # marks below it may have been written over while we read them
+        low = max(low, ring.window()[0])  # marks below it may have been overwritten while we read them
         if begin > self._seen:
-            fresh = cuts >= begin  # what lies between was overwritten before we saw it
+            fresh = cuts >= begin  # marks between `_seen` and `begin` were overwritten unread
             cuts, kinds = cuts[fresh], kinds[fresh]
         self._seen = high = max(high, low)
         past = int(np.searchsorted(cuts, low, "right")) - 1
-        if past >= 0:  # the run that was cut off from behind
+        if past >= 0:  # the run at `low`: its earlier rows were overwritten
             cuts, kinds = cuts[past:].copy(), kinds[past:].copy()
             cuts[0] = low
         elif high > low and (not len(cuts) or cuts[0] > low):
@@ -118,7 +118,7 @@ class EpisodeIndex:
         return cuts, lengths
 
     def ends(self, positions: Array) -> Array:
-        """Where the run of each of these positions ends. Of positions that are gone by now it knows nothing."""
+        """Return the position after the run of each of these positions. Overwritten positions give arbitrary values."""
         starts, lengths = self.table()
         if not len(starts):
             return positions

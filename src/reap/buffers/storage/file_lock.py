@@ -1,12 +1,13 @@
-"""FileLock: one at a time among the threads of all processes, and who among them is still alive.
+"""FileLock: a mutex for the threads of all processes that also shows which writers are still alive.
 
     byte 0        the lock itself                      held while a few words change, never while data is copied
-    byte 1 + i    "the writer of entry i is alive"     held while it writes; the kernel lets go when it dies
+    byte 1 + i    "the writer of entry i is alive"     held while it writes; the kernel releases it when it dies
 
 Record locks belong to a process and a file: closing any descriptor of the file would drop them all. So the locks have
-a file of their own that nobody maps, and a process keeps one `FileLock` for it, however many buffers look through it.
+a file of their own that is never mapped, and a process keeps one `FileLock` per file, however many buffers use it.
 
-Who dies lets go; who is stopped (SIGSTOP) or hangs does not. So nobody waits for another for longer than `patience`.
+A process that dies releases its locks; one that is stopped (SIGSTOP) or hangs does not. So a process waits for another
+for at most `patience` seconds.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any
 from reap._system.forks import renew
 from reap.errors import WorkerSilent
 
-_LAP = 0.0005  # seconds between looks at somebody who is waited for: another process, there is nothing to wait on
-_ONCE = 0.1  # seconds that one look counts for at most: more pass only while this process is stopped itself
-_WORD = 60.0  # seconds after which waiting without a limit is mentioned in the log
+_POLL = 0.0005  # seconds between polls: another process gives us no handle to wait on
+_MOST_PER_POLL = 0.1  # the most seconds one poll counts for: it takes longer only while this process itself is stopped
+_LOG_AFTER = 60.0  # seconds after which waiting is mentioned in the log
 _FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, process
 _log = logging.getLogger("reap")
 
@@ -38,25 +39,25 @@ _making = threading.Lock()
 
 
 class FileLock:
-    """Use `lock_of(fd)`: there is one for each file in a process."""
+    """A lock of one file; a process has one per file. Obtain it by `lock_of(fd)`."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self._fds = fd, [fd]
         self._threads, self._depth = threading.RLock(), 0
-        self._mine: set[int] = set()
-        self.patience: float | None = None  # seconds this process waits for somebody else; None: as long as it takes
-        renew(self, _threads=threading.RLock, _depth=int, _mine=set)  # a fork keeps what we remember, not what we hold
+        self._claimed: set[int] = set()
+        self.patience: float | None = None  # seconds this process waits for another one; None: without limit
+        renew(self, _threads=threading.RLock, _depth=int, _claimed=set)  # a fork inherits our memory, not our locks
 
     def __del__(self) -> None:
-        for fd in () if contextlib is None else self._fds:  # else Python ends, and takes everything along
+        for fd in () if contextlib is None else self._fds:  # None while the interpreter shuts down
             with contextlib.suppress(OSError):
                 os.close(fd)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone; one that dies inside leaves no lock behind."""
+        """Hold the lock inside the block. A process that dies inside releases it."""
         with self._threads:
-            if not self._depth:  # record locks do not count: the first unlock would end them all
+            if not self._depth:  # record locks do not nest: the first unlock would release them all
                 self._lock()
             self._depth += 1
             try:
@@ -72,7 +73,7 @@ class FileLock:
             return
         waiting = Waiting(self.patience)
         while not self._try():
-            waiting.lap(None, self._whose)
+            waiting.poll(None, self._describe_holder)
 
     def _try(self) -> bool:
         try:
@@ -81,8 +82,8 @@ class FileLock:
             return False
         return True
 
-    def _whose(self) -> str:
-        """Say who holds the lock."""
+    def _describe_holder(self) -> str:
+        """Describe the process that holds the lock."""
         pid = 0
         if sys.platform == "linux":
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
@@ -90,48 +91,48 @@ class FileLock:
         return f"{describe_process(pid)} holds the replay buffer's lock"
 
     def claim(self, entry: int) -> bool:
-        """Say that the writer of `entry` lives. False if another process says so. Inside `locked` only."""
-        if entry in self._mine:
+        """Mark the writer of `entry` as alive; False if it already is. Call inside `locked` only."""
+        if entry in self._claimed:
             return False
         try:
             fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + entry)
         except OSError:
             return False
-        self._mine.add(entry)
+        self._claimed.add(entry)
         return True
 
     def release(self, entry: int) -> None:
-        """Nobody writes for `entry`. Inside `locked` only."""
-        self._mine.discard(entry)
+        """Clear the mark that the writer of `entry` is alive. Call inside `locked` only."""
+        self._claimed.discard(entry)
         fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, 1 + entry)
 
 
 class Waiting:
-    """How long somebody is waited for. The time in which this process was stopped itself does not count."""
+    """Measures how long another process is waited for, without the time in which this process itself was stopped."""
 
     def __init__(self, patience: float | None) -> None:
         self._patience, self._seconds, self._whom = patience, 0.0, object()
-        self._mentioned = False
+        self._logged = False
 
-    def lap(self, whom: Any, who: Callable[[], str]) -> None:
-        """Wait a little for `whom`; `WorkerSilent` if that has been too long, which says `who` it is."""
+    def poll(self, whom: Any, describe: Callable[[], str]) -> None:
+        """Sleep briefly; raise `WorkerSilent`, which names `describe()`, after too long a wait for the same `whom`."""
         if whom != self._whom:
             self._whom, self._seconds = whom, 0.0
         before = time.monotonic()
-        time.sleep(_LAP)
-        self._seconds += min(time.monotonic() - before, _ONCE)
+        time.sleep(_POLL)
+        self._seconds += min(time.monotonic() - before, _MOST_PER_POLL)
         if self._patience is not None and self._seconds > self._patience:
             raise WorkerSilent(
-                f"{who()} for {self._seconds:.1f} s (timeout={self._patience:g}), and everybody waits for it; "
+                f"{describe()} for {self._seconds:.1f} s (timeout={self._patience:g}), and everybody waits for it; "
                 f"let it go on, or end it: what it was writing is given up then"
             )
-        if self._seconds > _WORD and not self._mentioned:
-            self._mentioned = True
-            _log.warning("%s for %.0f s, and everybody waits for it (timeout=None)", who(), self._seconds)
+        if self._seconds > _LOG_AFTER and not self._logged:
+            self._logged = True
+            _log.warning("%s for %.0f s, and everybody waits for it (timeout=None)", describe(), self._seconds)
 
 
 def describe_process(pid: int, worker: int | None = None) -> str:
-    """A process, for people: which worker it is, and whether it is stopped."""
+    """Return a description of a process for errors: which worker it is, and whether it is stopped."""
     if pid == os.getpid():
         return "another thread of this process"
     name = f"process {pid}" if worker is None else f"worker {worker} (pid {pid})"
@@ -142,12 +143,12 @@ def describe_process(pid: int, worker: int | None = None) -> str:
 
 
 def lock_of(fd: int) -> FileLock:
-    """Return the lock of the file behind `fd`, which it owns from now on."""
+    """Return the lock of the file behind `fd`. The lock owns `fd` from now on."""
     stat = os.fstat(fd)
     with _making:
         found = _locks.get((stat.st_dev, stat.st_ino))
         if found is None:
             found = _locks[stat.st_dev, stat.st_ino] = FileLock(fd)
         elif fd not in found._fds:
-            found._fds.append(fd)  # not closed before the others: that would drop every lock
+            found._fds.append(fd)  # closed together with the others: closing it earlier would drop every lock
         return found

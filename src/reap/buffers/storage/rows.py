@@ -1,11 +1,11 @@
-"""Rows: where a frame lies in memory.
+"""Rows: the memory layout of frames.
 
 record   ┌ obs │ act │ rew │ flags │ ids ┐┌ obs │ act …       all narrow leaves of a row side by side:
 wide     ┌ pixels …                      ┐┌ pixels …          a sampled row is one or two cache lines
 wide     ┌ next pixels …                 ┐┌ …                 and one copy; a wide leaf has a column of its own
 
-A learner does other things between two samples, and every function called here is out of the cache by then: what counts
-is how few different ones there are, not how short.
+A learner runs other code between two samples, so every function called here has left the CPU cache by then: the number
+of different functions counts, not their length.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from reap._foreign import tensordict_internals
 from reap.spec import Key, Leaf, numpy_dtype
 
 _ALIGN = 64
-_WIDE = 256  # bytes of one value from which on a second copy, out of the record, costs more than a cache miss
+_WIDE = 256  # bytes of one value above which a second copy, out of the record, costs more than a cache miss
 Array = np.ndarray[Any, Any]
 
 
 class RowLayout:
-    """Which columns a row has, and where `capacity` of them lie in one block of bytes."""
+    """The columns of a row, and the offsets of `capacity` rows in one block of bytes."""
 
     def __init__(self, columns: Mapping[Key, Leaf], capacity: int) -> None:
         self.columns, self.capacity = dict(columns), capacity
         size = {key: _nbytes(leaf) for key, leaf in columns.items()}
         self.wide = [key for key in columns if not 0 < size[key] < _WIDE]
-        # Leaves of one kind lie together: they leave the record in one copy, however many they are.
+        # Leaves of one dtype and shape lie together: one copy takes all of them out of the record.
         kinds: dict[tuple[np.dtype[Any], tuple[int, ...]], list[Key]] = {}
         for key, leaf in columns.items():
             if 0 < size[key] < _WIDE:
@@ -56,12 +56,12 @@ class RowLayout:
 
 
 class Rows:
-    """`capacity` rows on a block of memory. `write` and `read` know nothing of who may."""
+    """`capacity` rows on a block of memory. `write` and `read` do no locking; callers do."""
 
     def __init__(self, layout: RowLayout, block: Array) -> None:
         self.layout, capacity = layout, layout.capacity
         width = layout.record.itemsize
-        self._record = block[: width * capacity].view(f"V{width}")  # opaque: a row is copied in one go
+        self._record = block[: width * capacity].view(f"V{width}")  # opaque: a row is copied as one item
         self._wide = {}
         for key, start in layout.offsets.items():
             leaf = layout.columns[key]
@@ -73,7 +73,7 @@ class Rows:
         self._kinds = [_Kind(layout, name, keys) for name, keys in layout.narrow.items()]
 
     def write(self, first: int, values: Mapping[Key, Array]) -> None:
-        """Rows from `first` on, around the end of the ring if need be. At most `capacity` of them."""
+        """Write at most `capacity` rows from row `first` on, wrapping around the end of the ring."""
         for key, column in self._columns.items():
             new = values[key]
             head = min(len(new), self.layout.capacity - first)
@@ -82,7 +82,7 @@ class Rows:
                 column[: len(new) - head] = new[head:]
 
     def read(self, rows: Array, elsewhere: Mapping[Key, Array] | None = None) -> dict[Key, Tensor]:
-        """Copies of these rows; columns that are `elsewhere` come from those instead, in the shape they are given."""
+        """Return copies of these rows. Columns in `elsewhere` come from the row numbers given there, in their shape."""
         found: dict[Key, Any] = dict.fromkeys(self.layout.columns)
         taken, count = self._record.take(rows), len(rows)
         for kind in self._kinds:
@@ -97,31 +97,31 @@ class Rows:
 
 
 class _Kind:
-    """Leaves of one dtype and shape, which lie side by side in a record."""
+    """The leaves of one dtype and shape, which lie side by side in a record."""
 
     def __init__(self, layout: RowLayout, name: str, keys: list[Key]) -> None:
         leaf = layout.columns[keys[0]]
         self._keys, self._shape, self._torch = keys, leaf.shape, leaf.dtype
         self._dtype, self._size = numpy_dtype(leaf.dtype), _nbytes(leaf)
-        self._opaque = np.dtype(f"V{self._size}")  # copied whole, not number by number
+        self._opaque = np.dtype(f"V{self._size}")  # copied as one item, not number by number
         assert layout.record.fields is not None
         self._at, self._steps = layout.record.fields[name][1], (self._size, layout.record.itemsize)
 
     def part(self, taken: Array, count: int, found: dict[Key, Any]) -> None:
-        """Out of `count` records: a tensor for each leaf."""
+        """Copy each leaf out of `count` records into a tensor in `found`."""
         if not count:
             found.update({key: _tensor(np.empty((0, *self._shape), self._dtype), self._torch) for key in self._keys})
             return
         block = np.ndarray((len(self._keys), count), self._opaque, taken, self._at, self._steps).copy()
         shape, at = (count, *self._shape), 0
         for key in self._keys:
-            # A tensor is made of each part by itself: views of one tensor would count each other's changes as theirs.
+            # Each part becomes a tensor of its own: views of one tensor would share a version counter.
             found[key] = _tensor(np.ndarray(shape, self._dtype, block, at), self._torch)
             at += self._size * count
 
 
 def as_tensordict(columns: Mapping[Key, Tensor], count: int) -> TensorDict:
-    """Columns as a tree, in their order. Nothing is checked: they are ours."""
+    """Return columns as a nested TensorDict, in their order, without checks: the columns are our own."""
     places, names, nests = _tree(tuple(columns))
     nodes: list[dict[str, Any]] = [dict.fromkeys(inside) for inside in names]
     for (node, name), value in zip(places, columns.values()):
@@ -134,7 +134,7 @@ def as_tensordict(columns: Mapping[Key, Tensor], count: int) -> TensorDict:
 
 @lru_cache(maxsize=64)
 def _tree(keys: tuple[Key, ...]) -> tuple[list[tuple[int, str]], list[list[str]], list[tuple[int, int, str]]]:
-    """Where each key goes, the names in each node, and which node is where in which other, innermost first."""
+    """Return each key's node and name, the names in each node, and (node, parent, name) of nodes, innermost first."""
     nodes: dict[Key, int] = {(): 0}
     names: list[list[str]] = [[]]
     nests, places = [], []
@@ -153,13 +153,13 @@ def _tree(keys: tuple[Key, ...]) -> tuple[list[tuple[int, str]], list[list[str]]
 
 
 def as_array(value: Tensor) -> Array:
-    """A tensor's bytes as NumPy sees them."""
+    """Return a tensor as a NumPy array; bfloat16 as int16 with the same bytes."""
     value = value.detach().cpu()
     return value.view(torch.int16).numpy() if value.dtype is torch.bfloat16 else value.numpy()
 
 
 def storable(dtype: torch.dtype) -> bool:
-    """Whether there is a place in a row for values like these."""
+    """Return whether rows can hold values of this dtype."""
     try:
         numpy_dtype(dtype)
     except KeyError:

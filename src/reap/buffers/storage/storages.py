@@ -1,4 +1,4 @@
-"""Storages: how many rows there may be, and where they lie."""
+"""Storages: choose how many rows a buffer has, and whether they lie in memory or on disk."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from reap.errors import NoSpace, UsageError
 
 
 class Storage:
-    """Room for `max_size` frames, taken when the first of them arrives and its columns are known.
+    """Room for `max_size` frames, allocated when the first frame arrives, which determines the columns.
 
     Args:
-        max_size: how many rows there may be; the oldest make room for new ones.
-        device: where samples are delivered; the rows themselves are in the memory of the host.
-        ndim: a row is one frame, whatever the shape of the batches.
-        shared_init, compilable: accepted as TorchRL has them; whoever writes first decides the columns.
+        max_size: the largest number of rows; new rows overwrite the oldest.
+        device: where samples are delivered; the rows themselves stay in host memory.
+        ndim: accepted for compatibility with TorchRL: a row is always one frame, whatever the shape of batches.
+        shared_init, compilable: accepted for compatibility with TorchRL: the first writer determines the columns.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Storage:
         for name, value in (("shared_init", shared_init), ("compilable", compilable)):
             arguments.flag(value, name, optional=True)
         self.memory: BufferFiles | None = None
-        self.cuts: Cuts | None = None  # what rows of another process's buffer are cut by; None: the sampler says
+        self.cuts: Cuts | None = None  # the cuts of a buffer opened from another process; None: those of the sampler
 
     def open(self) -> BufferFiles:
-        """Its memory; a storage belongs to one buffer."""
+        """Return the memory, which is made on the first call. A storage belongs to one buffer."""
         if self.memory is None:
             self.memory = self._make()
         return self.memory
@@ -57,19 +57,19 @@ class Storage:
 
 
 class LazyTensorStorage(Storage):
-    """Rows in memory, which any process may be let in to.
+    """Rows in memory that can be shared with other processes.
 
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=256)
     """
 
 
 class LazyMemmapStorage(Storage):
-    """Rows in a file on disk, for more of them than memory holds.
+    """Rows in a file on disk, for more rows than fit into memory.
 
     >>> buffer = ReplayBuffer(storage=LazyMemmapStorage(10_000_000, scratch_dir="/data/replay"), batch_size=256)
 
-    Without `scratch_dir` the file has no name and goes with the buffer. Room on the disk for all `max_size` rows is
-    taken when the first of them arrives; where there is not so much, that is a `NoSpace` and nothing is written.
+    Without `scratch_dir` the file has no name and disappears with the buffer. Disk space for all `max_size` rows is
+    allocated when the first row arrives; if there is too little, that raises `NoSpace` and nothing is written.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LazyMemmapStorage(Storage):
         if self.scratch_dir is None:
             with TemporaryFolder("rows") as folder:
                 place = f"{tempfile.gettempdir()} (no scratch_dir is given)"
-                path = folder.path / "rows"  # the name goes, the file stays
+                path = folder.path / "rows"  # the name is removed, the open file stays
                 return BufferFiles(self.max_size, path=path, place=place)
         place, path = f"scratch_dir={str(self.scratch_dir)!r}", self.scratch_dir / "rows"
         try:

@@ -1,1 +1,1 @@
-"""The folder that `python -m reap.compat` puts on PYTHONPATH: Python looks there for `sitecustomize` when it starts."""
+"""The folder that `python -m reap.compat` adds to PYTHONPATH: Python imports its `sitecustomize` at start-up."""

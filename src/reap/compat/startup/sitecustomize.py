@@ -1,6 +1,6 @@
-"""Run by Python as it starts, in every process under `python -m reap.compat`: reap is there when torchrl is imported.
+"""Run by Python at start-up in every process under `python -m reap.compat`, to install it before torchrl is imported.
 
-A process that never imports torchrl pays for one small module. An interpreter without reap is left as it is.
+A process that never imports torchrl pays for one small module. An interpreter without reap is not changed.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from importlib.util import module_from_spec
 
 _here = os.path.dirname(os.path.abspath(__file__))
 _others = [path for path in sys.path if os.path.abspath(path) != _here]
-_hidden = PathFinder.find_spec("sitecustomize", _others)  # the one that would have run without us
+_hidden = PathFinder.find_spec("sitecustomize", _others)  # the `sitecustomize` that would have run without us
 if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))
 

@@ -1,1 +1,1 @@
-"""Formats of datasets on disk: one file each, which writes episodes as they end and reads them back bit for bit."""
+"""Formats of datasets on disk: each module writes episodes as they end and reads them back bit for bit."""

@@ -1,4 +1,4 @@
-"""What a format is: a writer that takes episodes one by one, and a reader that gives them back."""
+"""The interface of a format: a writer that takes episodes one by one, and a reader that returns them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 from reap.data.columns import Array, Arrays, Column
 from reap.spec import Key
 
-KEY = "reap"  # under which each format keeps our metadata
+KEY = "reap"  # the name under which each format stores our metadata
 Spaces = Mapping[Key, gym.Space[Any]]
 
 
 class DatasetWriter(Protocol):
-    """Writes one dataset. `spaces` are those of the env, as far as they are known."""
+    """Writes one dataset. `spaces` are the env's spaces by column, as far as they are known."""
 
     def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None: ...
 
     def add(self, episode: Arrays) -> None:
-        """Write one episode, now or later: nobody else has its arrays, or changes what they show."""
+        """Write one episode, now or later: the caller gives up its arrays and does not change them."""
 
     def close(self, metadata: Mapping[str, Any]) -> None:
-        """Write what is left, then the metadata: a dataset without it was not written to its end."""
+        """Write what is left, then the metadata: a dataset without metadata is incomplete."""
 
 
 class DatasetReader(Protocol):
@@ -36,34 +36,34 @@ class DatasetReader(Protocol):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What `DatasetWriter.close` was given."""
+        """The metadata that was passed to `DatasetWriter.close`."""
 
     def episodes(self, which: Iterable[int]) -> Iterator[Arrays]:
-        """These episodes."""
+        """Yield the episodes with these numbers."""
 
 
 def flat_rows(values: Array) -> Array:
-    """An array `[steps, …]` as `[steps, n]`, in one piece of memory; complex numbers as pairs."""
+    """Return an array `[steps, …]` as a contiguous `[steps, n]`, complex numbers as pairs of floats."""
     values = np.ascontiguousarray(values).reshape(len(values), int(np.prod(values.shape[1:])))
     return values.view(values.real.dtype) if np.iscomplexobj(values) else values
 
 
 def shaped(values: Array, column: Column) -> Array:
-    """The array that `flat_rows` was given."""
+    """Return the array that `flat_rows` flattened."""
     return np.ascontiguousarray(values).reshape(-1).view(column.numpy).reshape(-1, *column.shape)
 
 
 def bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each of several episodes begins and ends that lie one behind another."""
+    """Return the first and end row of each of several consecutive episodes."""
     ends = np.cumsum([0, *lengths]).tolist()
     return list(itertools.pairwise(ends))
 
 
 def lengths_of(metadata: Mapping[str, Any]) -> list[int]:
-    """How many steps each episode has."""
+    """Return the number of steps of each episode."""
     return [int(one) for one in metadata["lengths"]]
 
 
 def columns_in(metadata: Mapping[str, Any]) -> list[Column]:
-    """The columns of the dataset."""
+    """Return the columns of the dataset."""
     return [Column.of(one) for one in metadata["columns"]]

@@ -1,6 +1,6 @@
 """HDF5 in the layout of D4RL: `observations`, `actions`, `rewards`, `terminals`, `timeouts`, all episodes in one array.
 
-What D4RL has no name for is under `infos/`, by its own name, so that a dataset is read back as it was written.
+Columns that D4RL has no name for lie under `infos/`, by their own names, so that a dataset is read back unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NAMES = {
     ("next", "terminated"): "terminals",
     ("next", "truncated"): "timeouts",
 }
-_CHUNK = 1 << 18  # bytes that are read and written together
-_TOGETHER = 1 << 20  # bytes of episodes that are written at a time: HDF5 takes as long for a row as for many
+_CHUNK = 1 << 18  # bytes per HDF5 chunk, which is read and written as a whole
+_TOGETHER = 1 << 20  # bytes of episodes per write: HDF5 takes as long for one row as for many
 
 
 def _h5py() -> Any:
@@ -35,7 +35,7 @@ def _h5py() -> Any:
 
 
 class D4RLWriter:
-    """Adds rows to growing arrays of one HDF5 file."""
+    """Appends rows to growing arrays of one HDF5 file."""
 
     def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None:
         self._file = _h5py().File(path, "x")
@@ -43,7 +43,7 @@ class D4RLWriter:
         for column in columns:
             dtype = np.dtype(np.int64) if column.one_hot else column.numpy
             self._create(self._places[column.name], _stored_shape(column), dtype)
-        # `actions` are what the env was given; the scores it was chosen by are under `infos/`
+        # `actions` holds what the env received; the scores that chose it are under `infos/`
         self._chosen = {_NAMES[one.key]: one for one in columns if one.scores and one.key in _NAMES}
         for place, one in self._chosen.items():
             assert one.space is not None
@@ -78,7 +78,7 @@ class D4RLWriter:
 
     def close(self, metadata: Mapping[str, Any]) -> None:
         self._flush()
-        # An attribute holds 64 kB at most, a dataset any length.
+        # An HDF5 attribute holds at most 64 kB, a dataset any length.
         self._file.create_dataset(f"metadata/{KEY}", data=json.dumps(metadata))
         self._file.close()
 
@@ -101,7 +101,7 @@ class D4RLReader:
 
 
 def places(columns: Sequence[Column]) -> dict[str, str]:
-    """Where each column is in the file."""
+    """Return the place of each column in the file."""
     seen = [column.key for column in observation_columns(columns)]
     found = {}
     for column in columns:
@@ -117,12 +117,12 @@ def places(columns: Sequence[Column]) -> dict[str, str]:
 
 
 def _under(group: str, key: tuple[str, ...], all_keys: Sequence[tuple[str, ...]]) -> str:
-    """The only observation is the group itself; of several each has its name in it."""
+    """Return the place of an observation: `group` itself for a single one, else an array in the group."""
     return group if len(all_keys) == 1 else f"{group}/{'.'.join(key)}"
 
 
 def _stored_shape(column: Column) -> tuple[int, ...]:
-    """D4RL's rewards and flags are `[steps]`, ours `[steps, 1]`."""
+    """Return the shape of a stored row: D4RL's rewards and flags are `[steps]`, ours `[steps, 1]`."""
     if column.one_hot:
         return ()
     return () if column.key in _NAMES and column.key[0] == "next" and column.shape == (1,) else column.shape

@@ -1,4 +1,4 @@
-"""LeRobot's layout, version 2.1: a Parquet file per episode, and what is in them under `meta/`.
+"""LeRobot's layout, version 2.1: a Parquet file per episode, and a description of the files under `meta/`.
 
 data/chunk-000/episode_000000.parquet     observation.state, action, timestamp, frame_index, next.reward, next.done …
 meta/info.json  episodes.jsonl  tasks.jsonl  episodes_stats.jsonl
@@ -17,16 +17,14 @@ from reap.data.columns import Array, Arrays, Column, observation_columns
 from reap.data.formats.base import KEY, Spaces, columns_in
 from reap.data.formats.parquet import MANY, PLAIN, arrays_of, pyarrow, table_of
 
-_CHUNK = 1000  # episodes in a directory
-_LOOKED_AT = 100_000  # values of an episode's column, for its statistics
+_CHUNK = 1000  # episodes per directory
+_LOOKED_AT = 100_000  # values of an episode's column that its statistics are computed from
 _PLACE = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
-_NUMBERS = {"timestamp": "float32", "frame_index": "int64", "episode_index": "int64", "index": "int64"} | {
-    "task_index": "int64"
-}
+_NUMBERS = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
 
 
 class LeRobotWriter:
-    """Writes a file per episode. `fps` of the metadata says how much time a frame takes; without it, a second."""
+    """Writes a file per episode. `fps` in the metadata is the frame rate; 1 by default."""
 
     def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None:
         pyarrow()
@@ -83,7 +81,7 @@ class LeRobotWriter:
             "features": {**features, **numbers},
             KEY: dict(metadata),
         }
-        (meta / "info.json").write_text(json.dumps(info, indent=1))  # last: without it there is no dataset
+        (meta / "info.json").write_text(json.dumps(info, indent=1))  # last: without this file there is no dataset
 
 
 class LeRobotReader:
@@ -102,7 +100,7 @@ class LeRobotReader:
 
 
 def named(columns: Sequence[Column]) -> list[tuple[Column, Column]]:
-    """Each column beside the one it is called in LeRobot: "observation" alone is "observation.state" there."""
+    """Pair each column with its LeRobot column: the key "observation" is called "observation.state" there."""
     seen = {one.key for one in observation_columns(columns)}
     found = []
     for one in columns:
@@ -120,7 +118,7 @@ def _place(number: int) -> str:
 
 
 def _stats_of(values: Array) -> dict[str, Any]:
-    many = values[0].size > MANY  # as of images, whose channels are looked at, and not all of their pixels
+    many = values[0].size > MANY  # for images: statistics per channel, from some of the pixels
     rows = values.reshape(-1, values.shape[-1]) if many else values.reshape(len(values), -1)
     looked = np.ascontiguousarray(rows[:: -(-rows.size // _LOOKED_AT)].T, np.float64)  # NumPy is slow on narrow rows
     found = {name: getattr(looked, name)(1).tolist() for name in ("min", "max", "mean", "std")}

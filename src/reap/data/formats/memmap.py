@@ -1,6 +1,6 @@
-"""TensorDict's memory-mapped directory: all frames one behind another, read without loading them.
+"""TensorDict's memory-mapped directory: all frames, episode after episode, readable without loading them.
 
-TensorDict.load_memmap(path)          what training code of one's own reads
+TensorDict.load_memmap(path)          reads it in your own training code
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ABOUT = "reap.json"
 
 
 class MemmapWriter:
-    """Appends the bytes of each column to its file; the directory is TensorDict's when it is closed."""
+    """Appends the bytes of each column to its file. `close` adds what TensorDict needs to load the directory."""
 
     def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None:
         self._path, self._columns = path, columns
@@ -58,7 +58,7 @@ class MemmapReader:
         self._path = path
         self.metadata: dict[str, Any] = json.loads((path / _ABOUT).read_text())
         frames = sum(lengths_of(self.metadata))
-        for column in columns_in(self.metadata):  # mapping a file that is too short would fill it up with zeros
+        for column in columns_in(self.metadata):  # mapping a file that is too short would pad it with zeros
             size = frames * int(np.prod(column.shape)) * column.numpy.itemsize
             if _place(path, column).stat().st_size < size:
                 raise CorruptState(f"{_place(path, column)} was cut short: {frames:,} frames take {size:,} bytes")

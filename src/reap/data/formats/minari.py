@@ -1,6 +1,6 @@
-"""Minari: the directory that `minari.load_dataset` and `MinariDataset` read, an HDF5 group per episode.
+"""Minari: the directory that `minari.load_dataset` and `MinariDataset` read, with an HDF5 group per episode.
 
-Observations are stored once: those of all steps and the last one. What Minari has no name for is under `infos`.
+Observations are stored once: those of all steps and the final one. Columns that Minari has no name for are in `infos`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from reap.spec import show
 
 _FLAGS = {("next", "terminated"): "terminations", ("next", "truncated"): "truncations"}
 _FILE = "main_data.hdf5"
-_CHUNK = 1 << 18  # bytes that are read and written together
+_CHUNK = 1 << 18  # bytes per HDF5 chunk, which is read and written as a whole
 
 
 def _minari() -> Any:
     try:
-        import h5py  # noqa: F401  # Minari's storage asks for it
+        import h5py  # noqa: F401  # Minari's storage imports it
         import minari
     except ImportError:
         raise missing("minari", "minari") from None
@@ -33,10 +33,10 @@ def _minari() -> Any:
 
 
 class MinariWriter:
-    """Writes a group per episode to Minari's HDF5 file, beside the metadata that its own storage writes.
+    """Writes a group per episode to Minari's HDF5 file; Minari's own storage writes its metadata beside it.
 
-    Its storage would divide images into chunks of a few rows and columns each, which takes three times as long to write
-    (and as JPEG loses what they show). Here chunks are whole frames.
+    Minari's storage would divide images into chunks of a few rows and columns each, which takes three times as long to
+    write (and as JPEG is lossy). Here chunks are whole frames.
     """
 
     def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None:
@@ -80,7 +80,7 @@ class MinariWriter:
     def close(self, metadata: Mapping[str, Any]) -> None:
         self._file.close()
         actions = [list(one.key) for one in self._actions]
-        # First what `load` needs: if Minari's own part fails, the recording is there all the same.
+        # First what `load` needs: if Minari's own part fails, the recording can still be read.
         self._storage.update_metadata({KEY: json.dumps({**metadata, "actions": actions})})
         about: dict[str, Any] = {"dataset_id": self._name, "minari_version": self._minari.__version__}
         about |= {"total_episodes": self._count, "total_steps": self._steps, "dataset_size": self._storage.get_size()}
@@ -92,7 +92,7 @@ class MinariWriter:
 
 
 def _put(group: Any, name: str, values: Any) -> None:
-    """Store an array, or several by name, under this name."""
+    """Store an array, or a dictionary of arrays, under this name."""
     if isinstance(values, dict):
         for inner, array in values.items():
             _put(group.require_group(name), inner, array)
@@ -126,7 +126,7 @@ class MinariReader:
                 arrays[f"next.{one.name}"] = values[1:]
             for one in actions:
                 if one.scores:
-                    continue  # they are under `infos`
+                    continue  # scores are under `infos`
                 arrays[one.name] = one.from_index(_member(found["actions"], one, actions))
             for key, name in ((("next", "reward"), "rewards"), *_FLAGS.items()):
                 if key in by_key:
@@ -135,7 +135,7 @@ class MinariReader:
 
 
 def _all_observations(column: Column, episode: Arrays) -> Array:
-    """Those of all steps, and the last one."""
+    """Return the observations of all steps and the final one."""
     now, following = episode[column.name], episode[f"next.{column.name}"]
     if not _same_bits(now[1:], following[:-1]):
         raise UsageError(
@@ -147,11 +147,11 @@ def _all_observations(column: Column, episode: Arrays) -> Array:
 
 def _same_bits(one: Array, other: Array) -> bool:
     words = f"V{one.itemsize}" if one.itemsize not in (1, 2, 4, 8) else f"u{one.itemsize}"
-    return np.array_equal(one.view(words), other.view(words))  # NaN is itself here, and -0.0 is not 0.0
+    return np.array_equal(one.view(words), other.view(words))  # NaN equals itself here, and -0.0 differs from 0.0
 
 
 def _in_infos(columns: Sequence[Column], actions: Sequence[Column]) -> list[str]:
-    """The names of what is neither observation nor action, reward or end, and of scores that chose an action."""
+    """Return the names of all columns but observations, actions, reward and flags; scores of actions are included."""
     seen = {one.key for one in observation_columns(columns)}
     acts = {one.key for one in actions if not one.scores}
     known = {*seen, *(("next", *key) for key in seen), *acts, ("next", "reward"), *_FLAGS}
@@ -159,7 +159,7 @@ def _in_infos(columns: Sequence[Column], actions: Sequence[Column]) -> list[str]
 
 
 def _plain(values: dict[str, Array]) -> Any:
-    """The only one by itself, several as a dictionary."""
+    """Return a single array itself, several arrays as the dictionary."""
     return next(iter(values.values())) if len(values) == 1 else values
 
 
@@ -178,7 +178,7 @@ def _space_of(column: Column, known: gym.Space[Any] | None) -> gym.Space[Any]:
     if isinstance(known, gym.spaces.Box) and known.low.size == np.prod(column.shape, dtype=int):
         if known.dtype == column.numpy and known.shape == column.shape:
             return known
-        if column.numpy.kind == "f":  # written by the policy in a type or shape of its own
+        if column.numpy.kind == "f":  # the policy writes it in another dtype or shape than the env's
             low, high = (one.reshape(column.shape).astype(column.numpy) for one in (known.low, known.high))
             return gym.spaces.Box(low, high, column.shape, column.numpy.type)
     choice = (gym.spaces.Discrete, gym.spaces.MultiDiscrete)

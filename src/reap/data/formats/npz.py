@@ -1,4 +1,4 @@
-"""NumPy's `.npz`: one file, an array per episode and column, named "000012/next.reward"."""
+"""NumPy's `.npz`: one file with an array per episode and column, named like "000012/next.reward"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reap.data.formats.base import KEY, Spaces, columns_in
 
 
 class NpzWriter:
-    """Adds arrays to a zip file, uncompressed. The file can be read once it is closed."""
+    """Adds arrays to an uncompressed zip file, which is readable only after it is closed."""
 
     def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None:
         self._file = zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True)
@@ -36,7 +36,7 @@ class NpzWriter:
 
 
 class NpzReader:
-    """Reads what `NpzWriter` wrote. So does `numpy.load`."""
+    """Reads what `NpzWriter` wrote; `numpy.load` can read it, too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

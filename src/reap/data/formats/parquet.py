@@ -1,10 +1,10 @@
-"""Parquet: a row per frame, as Hugging Face `datasets`, pandas, polars and DuckDB read it.
+"""Parquet: a row per frame, readable by Hugging Face `datasets`, pandas, polars and DuckDB.
 
     datasets.load_dataset(path)          pandas.read_parquet(path)
 
-Each column is named after its key, joined by dots; a frame's values of it are a number or a list, or bytes where they
-are many, as of images: `numpy.frombuffer` and the shape in the metadata make them an array. `episode_index` and
-`frame_index` say which frame it is.
+Each column is named after its key, joined by dots. Its value for a frame is a number, a list, or, for large ones like
+images, bytes: `numpy.frombuffer` and the shape in the metadata make an array of them. `episode_index` and `frame_index`
+identify the frame.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from reap.data.formats.base import KEY, Spaces, bounds, columns_in, flat_rows, l
 from reap.errors import missing
 
 _FILE = "data/train-00000-of-00001.parquet"
-MANY = 256  # values of one frame from which on they are bytes: lists cost a few nanoseconds for each
-# As they are: most columns are noise to a compressor, and nobody looks for frames by the range of their values.
+MANY = 256  # values per frame above which they are stored as bytes: lists cost a few nanoseconds per value
+# Uncompressed, without statistics: most columns hardly compress, and frames are not searched by value ranges.
 PLAIN: dict[str, Any] = {"compression": "NONE", "use_dictionary": False, "write_statistics": False}
-_TOGETHER = 1 << 22  # bytes of frames that make a row group: whole episodes
+_TOGETHER = 1 << 22  # bytes per row group, which consists of whole episodes
 
 
 def pyarrow() -> Any:
-    """The library, if it is there."""
+    """Import and return pyarrow, or raise the error that it is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -101,7 +101,7 @@ def _numbers(lengths: Sequence[int], first: int = 0) -> Arrays:
 
 
 def table_of(columns: Sequence[Column], arrays: Mapping[str, Array], more: Mapping[str, Array]) -> Any:
-    """Frames as an Arrow table: numbers, and lists of a fixed length."""
+    """Return frames as an Arrow table of numbers, lists of fixed length, and bytes for large values."""
     arrow = pyarrow()
     found = {name: arrow.array(values) for name, values in more.items()}
     for column in columns:
@@ -118,7 +118,7 @@ def table_of(columns: Sequence[Column], arrays: Mapping[str, Array], more: Mappi
 
 
 def arrays_of(columns: Sequence[Column], table: Any) -> Arrays:
-    """The arrays that `table_of` was given."""
+    """Return the arrays from which `table_of` made this table."""
     types = pyarrow().types
     found = {}
     for column in columns:
@@ -133,6 +133,6 @@ def arrays_of(columns: Sequence[Column], table: Any) -> Arrays:
 
 
 def _part(column: Column) -> np.dtype[Any]:
-    """The type of the numbers that are stored: of complex ones, their parts."""
+    """Return the dtype of the stored numbers: for complex columns, that of their real and imaginary parts."""
     kind = column.numpy
     return np.zeros(0, kind).real.dtype if kind.kind == "c" else kind
