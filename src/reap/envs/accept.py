@@ -1,4 +1,4 @@
-"""What a collector accepts as an env: every kind, on one page."""
+"""`as_env`: turn anything a collector accepts as an env into lanes. Every accepted kind is listed here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reap.envs.torchrl.lanes import is_torchrl, torchrl_lanes
 from reap.errors import WrongArgument, WrongState
 from reap.spec import Key
 
-# Which env it is, and what wraps it.
+# For each foreign library: a test that recognises its envs, and the class that wraps them.
 _FOREIGN: tuple[tuple[Callable[[Any], bool], Callable[[Any], EnvBase]], ...] = (
     (is_envpool, EnvPoolEnv),  # before Gymnasium's vector envs, whose class it may have
     (is_dm, DMEnv),
@@ -40,9 +40,9 @@ _FOREIGN: tuple[tuple[Callable[[Any], bool], Callable[[Any], EnvBase]], ...] = (
 def as_env(
     source: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None, count: Key = STEP_COUNT
 ) -> Env:
-    """Whatever a collector accepts, as lanes the engine can step.
+    """Turn anything a collector accepts as an env into lanes that the rollout loop can step.
 
-    With `limit`, episodes of at most so many steps, which are counted under the key `count`.
+    With `limit`, episodes are truncated after that many steps, and the step count is an observation under `count`.
     """
     given, source, kwargs = (source, kwargs), *_made(source, kwargs)
     if is_torchrl(source):
@@ -54,7 +54,7 @@ def as_env(
 
 
 def _remade(given: tuple[Any, Any], lane: int) -> gym.Env[Any, Any]:
-    """The env of one lane, made as it was before; of others that come with it nobody has need."""
+    """Build the env of one lane again from what `as_env` was given, and close the other envs built along with it."""
     env = as_env(*given)
     assert isinstance(env, GymLanes)
     for other, one in enumerate(env.envs):
@@ -87,7 +87,7 @@ def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
 
 
 def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The env itself, where a factory was given, and the keywords that are left."""
+    """Call `source` if it is a factory. Return the env or id, and the keywords that no factory has consumed yet."""
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
     kwargs = dict(kwargs or {})
@@ -101,7 +101,7 @@ def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for what is called to make an env, and cannot be."""
+    """Raise `WrongArgument` if the factory cannot be called with these keywords, or is a module, not a factory."""
     if isinstance(source, torch.nn.Module):
         hint = torch_hint(source) or ": the env comes first, then the policy"
         raise WrongArgument(f"create_env_fn is {type(source).__name__}, a module{hint}")
@@ -120,13 +120,13 @@ def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
 
 
 def torch_hint(thing: Any) -> str:
-    """What to do with an env written in torch that was given as it is; nothing for other things."""
+    """Return an error hint for an env written in torch that was not wrapped in `TorchEnv`; "" for anything else."""
     torch_env = not isinstance(thing, type) and isinstance(thing, TorchBatch)
     return f"; it looks like an env written in torch: wrap it, TorchEnv({type(thing).__name__}(…))" if torch_env else ""
 
 
 def is_env(source: Any) -> bool:
-    """Whether something callable is an env all the same; a class never is, whatever members it has."""
+    """Whether `source` is an env, even if it is callable too. A class is never an env, whatever members it has."""
     if isinstance(source, type):
         return False
     known = isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))

@@ -1,4 +1,4 @@
-"""SerialEnv: several envs as lanes of one, stepped one after another in this process."""
+"""SerialEnv: several envs joined as the lanes of one env, and stepped one after another in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reap.errors import UsageError, WrongArgument
 
 
 class SerialEnv(EnvBase):
-    """`num_workers` envs as lanes `[N]` of one env, in this process.
+    """`num_workers` envs in this process, joined as the lanes `[N]` of one env.
 
     >>> env = SerialEnv(4, lambda: GymEnv("CartPole-v1"))
     >>> env.rollout(10, break_when_any_done=False).batch_size
@@ -45,7 +45,7 @@ class SerialEnv(EnvBase):
 
 
 def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """A factory and its keywords for every lane; `name` is what the caller calls their number."""
+    """Return a factory and its keywords for each lane. Errors call the number of lanes `name`, as its caller does."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_LANES:
         raise WrongArgument(f"{name} must be a whole number ≥ 1 and at most {MOST_LANES:,}, got {count!r}")
     makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn] * count
@@ -67,7 +67,7 @@ def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) 
 
 
 def joined(makers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Env:
-    """Single envs of one kind as one env with a lane dimension. If that cannot be, what was made for it is closed."""
+    """Join single envs of one kind as one env with a lane dimension. On failure, close the envs made for it."""
     lanes: list[Env] = []
     try:
         for make, kwargs in makers:
@@ -79,7 +79,7 @@ def joined(makers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Env:
         return env
     except BaseException:
         for (make, _), env in zip(makers, lanes):
-            if not is_env(make):  # a finished one is its owner's
+            if not is_env(make):  # the caller owns a finished env
                 env.close()
         raise
 
@@ -99,7 +99,7 @@ def _joined(first: Env, *rest: Env) -> Env:
 
 
 def _has_lanes(env: Env, count: int) -> str:
-    """Why an env is not joined with others, and how to play several of it."""
+    """Return the error text for an env that cannot be joined, with the ways to run several of it."""
     workers = f"MultiSyncCollector([make_env] * {count}, …) plays several, a worker each"
     ways = {
         "AgentLanes": f"{workers}; mode='group' can be joined",
@@ -113,7 +113,7 @@ def _has_lanes(env: Env, count: int) -> str:
 
 
 def _spoken(env: Env) -> str:
-    """The name by which users know this kind of env."""
+    """Return the name by which users know this kind of env."""
     name = type(env).__name__
     return _SPOKEN.get(name, name)
 
