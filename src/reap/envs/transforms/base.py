@@ -1,9 +1,10 @@
-"""Transforms: what is done to observations and rewards between an env and the policy, for all lanes at once.
+"""Transforms: change observations and rewards between an env and the policy, for all lanes at once.
 
     env ── step ──► row of raw values ──► transform ──► … ──► row of the slot: what the policy sees and a batch holds
 
-A `Transform` says what is to be done; around an env it is a `TransformLanes`, an env itself. Where values keep their
-shape and dtype the env writes into the slot's row and they are changed there; else it writes into memory of its own.
+A `Transform` holds the settings; its `around(env)` returns a `TransformLanes`, an env that applies it. The inner env
+writes a leaf that keeps its shape and dtype straight into the slot's row, where it is changed in place, and every other
+leaf into separate memory first.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Transform(abc.ABC):
-    """What is done to an env's values. It may be given to several envs, and travels to workers."""
+    """The description of a change to an env's values. It can be used for several envs, and is sent to workers."""
 
     @abc.abstractmethod
     def around(self, env: Env) -> Env:
-        """This env, transformed."""
+        """Return an env that steps `env` and applies this transform."""
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
@@ -42,16 +43,16 @@ class Transform(abc.ABC):
 
 
 class TransformedEnv(EnvBase):
-    """An env with transforms around it, applied in this order.
+    """An env with transforms around it, applied in the order in which they are given.
 
     >>> env = TransformedEnv(SerialEnv(4, "CartPole-v1"), NormalizeObservation(), ScaleReward(0.1))
     >>> env.rollout(3)["observation"].shape
     torch.Size([4, 3, 4])
 
     Args:
-        env: whatever a collector takes: an env of reap's, a Gymnasium env or id, a vector env; with lanes, transforms
-            work on all of them at once.
-        *transforms: of `reap.envs.transforms`, the one nearest to the env first; or one list of them.
+        env: anything a collector accepts: one of reap's envs, a Gymnasium env or id, a vector env. If it has several
+            lanes, transforms work on all of them at once.
+        *transforms: transforms from `reap.envs.transforms`, the one nearest to the env first; or one list of them.
     """
 
     def __init__(self, env: Any, *transforms: Any, device: Any = None) -> None:
@@ -75,18 +76,19 @@ class TransformedEnv(EnvBase):
         super().__init__(lanes, device=device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Statistics of its transforms, and what the env itself has to say."""
+        """Return the statistics of the transforms and the state of the env itself."""
         return self.lanes_env.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The counterpart of `state_dict`."""
+        """Load what `state_dict` returned."""
         self.lanes_env.load_state_dict(state)
 
 
 class TransformLanes(Wrapped):
-    """An env around another that changes its values.
+    """An env around another that changes the other's values.
 
-    `raw`: leaves whose shape or dtype it changes, by their place, as the inner env has them; `added`: leaves it adds.
+    `changed` holds the new leaves of the observations it changes, `added` the leaves it adds. A changed leaf with
+    another shape or dtype gets memory of its own, `_raw[index of the leaf]`, into which the inner env writes.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class TransformLanes(Wrapped):
         side = spec.side | (added or {}).keys()
         super().__init__(env, dataclasses.replace(spec, observation=new, side=side))
         self._name, self._own = name, len(own)
-        self._raw: dict[int, Array] = {}  # memory of leaves that the inner env writes differently
+        self._raw: dict[int, Array] = {}  # by leaf index: memory for the inner env's own shape and dtype
         for at, (key, leaf) in enumerate(own.items()):
             if key in (changed or {}) and (leaf.shape, leaf.dtype) != (new[key].shape, new[key].dtype):
                 self._raw[at] = leaf.column(spec.lanes)
@@ -120,18 +122,18 @@ class TransformLanes(Wrapped):
         self._inner.copies, self._inner.place, self._inner.narrow = (), None, {}
 
     def joined(self, others: Sequence[Any]) -> Env:
-        """Transforms of single envs would not work on all lanes at once."""
+        """Refuse: transforms of single envs would not work on all lanes at once."""
         raise UsageError(
             f"put the transforms around the lanes: TransformedEnv(SerialEnv(n, make_env), {self._name}(…))"
         )
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
-        """Lanes elsewhere can write to a slot only what a slot has."""
+        """Return a slot the inner env can write to directly only if both have the same leaves, else a plain one."""
         same = not self._raw and self.spec.observation.keys() == self._env.spec.observation.keys()
         return self._env.make_slot(layout, index) if same else Slot(layout, index)
 
     def _memory(self, arrays: Rows) -> list[Array]:
-        """Where the inner env writes its leaves."""
+        """Return the arrays that the inner env writes its leaves into."""
         return [self._raw.get(at, array) for at, array in enumerate(arrays[: self._own])]
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
@@ -152,14 +154,14 @@ class TransformLanes(Wrapped):
         return self._stepped(lanes, inner.next, row, ended)
 
     def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
-        """New episodes in these lanes: their observations are in `raw`, and belong in `into`."""
+        """Called after a reset of these lanes: turn their observations in `raw` into those in `into`."""
 
     def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        """A step of these lanes: their successors are in `raw`, and belong in `row.next`."""
+        """Called after a step: turn the lanes' successors in `raw` into those in `row.next`. Return the ended lanes."""
         return ended
 
     def _chosen(self, lanes: Sequence[int], row: Row) -> Any:
-        """The lanes that made a frame, as an index."""
+        """Return the lanes that made a frame in this step, as an index into columns."""
         if row.mask is not None:
             return [lane for lane in lanes if row.mask[lane]]
         return slice(None) if len(lanes) == len(self._every) else list(lanes)
@@ -167,14 +169,14 @@ class TransformLanes(Wrapped):
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def _learned(self) -> dict[str, Any]:
-        """What it has learned of all lanes."""
+        """Return the statistics learned from all lanes, for `state_dict`."""
         return {}
 
     def _load_learned(self, state: Mapping[str, Any]) -> None:
-        """The counterpart of `_learned`."""
+        """Load what `_learned` returned."""
 
     def _lane_arrays(self) -> dict[str, Array]:
-        """What it remembers of each lane's open episode: arrays `[N, …]`."""
+        """Return the transform's memory of each lane's open episode, as arrays `[N, …]`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,7 +210,7 @@ class TransformLanes(Wrapped):
 
 
 class LearningLanes(TransformLanes):
-    """A transform with running statistics, which all workers share."""
+    """A transform with running statistics that are shared among all workers."""
 
     def __init__(
         self, env: Env, name: str, statistics: Sequence[RunningStatistics], *, training: bool, **more: Any
@@ -228,7 +230,7 @@ class LearningLanes(TransformLanes):
 
 
 def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSpec) -> list[Key]:
-    """The observations a transform is for: those named, or all that are tensors, but for counters and infos."""
+    """Return the observations a transform applies to: those named, or all tensors except counters and infos."""
     if keys is None:
         found = [key for key, leaf in spec.observation.items() if key not in spec.side and not leaf.loose]
     else:
@@ -250,6 +252,6 @@ def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSp
 
 
 def float_leaf(leaf: Leaf) -> Leaf:
-    """The same as floating-point numbers, without bounds."""
+    """Return a floating-point leaf of the same shape without bounds: float32 unless the dtype is a float already."""
     floats = leaf.dtype is not None and leaf.dtype.is_floating_point and leaf.dtype is not torch.bfloat16
     return Leaf(leaf.shape, leaf.dtype if floats else torch.float32)

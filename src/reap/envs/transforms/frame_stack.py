@@ -3,8 +3,8 @@
     env ──► frame ──► ("frame", "pixels") of the row: kept            batch ──► restore ──► "pixels" [N, T, k, …]
                  └──► stack of the last k ──► "pixels": room for the latest only, read by the policy
 
-A lane that begins anew sees its first frame k times. What policies saw at the first row of a batch comes with it, so
-that `restore` can stack the frames of a batch whose episodes began before it.
+A lane that was reset sees its first frame k times. Each batch also carries the stacks that the policy saw at its first
+row, so that `restore` can stack the frames of episodes that began before the batch.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from reap.spec import AnyKey, Key, Leaf, as_key
 
 Array = np.ndarray[Any, Any]
 _BEFORE = -(2**40)  # a row before any batch
-FRAME_KEY = "frame"  # under it: frames of which stacks are made
+FRAME_KEY = "frame"  # the branch of a batch that holds the frames that stacks are made of
 
 
 class FrameStack(Transform):
-    """The last `size` frames as one observation, without storing a frame more than once.
+    """Show the policy the last `size` frames as one observation, without storing a frame more than once.
 
     >>> stack = FrameStack(4)
     >>> env = TransformedEnv(SerialEnv(8, make_atari), GrayscaleResize(), stack)
     >>> collector = Collector(env, policy, frames_per_batch=1024, postproc=stack.restore)
 
     The policy sees stacks under the observation's own key. Batches hold single frames, `("frame", key)`; `restore`
-    makes stacks of them where they are needed: as `postproc`, or on what is sampled.
+    makes stacks of them where they are needed: as `postproc`, or on sampled batches.
 
     Args:
-        size: how many frames.
-        keys: which observations; None: all that are tensors, but for counters and infos.
+        size: how many frames to stack.
+        keys: which observations to stack; None: all tensors except counters and infos.
     """
 
     def __init__(self, size: int, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
@@ -52,10 +52,10 @@ class FrameStack(Transform):
         return _Stacks(env, self)
 
     def restore(self, batch: TensorDictBase) -> TensorDictBase:
-        """A batch `[…, T]` with stacks in place of frames, at its root and under "next".
+        """Return the batch `[…, T]` with stacks in place of frames, at its root and under "next".
 
-        Rows of an episode that began before a batch which does not say what was seen then, as one that was sampled,
-        begin with the first frame there is.
+        If an episode began before the batch and the batch lacks the stacks of its first row (a sampled batch does),
+        the batch's first frame stands in for the missing ones.
         """
         frames = batch.get(FRAME_KEY, None)
         if frames is None:
@@ -79,7 +79,7 @@ class FrameStack(Transform):
         size = self.size
         if first is None:
             history = frames[:, :1].expand(lanes, size - 1, *shape)
-        else:  # the same in every row
+        else:  # every row holds the same value
             history = first.select(batch.ndim - 1, 0).reshape(lanes, size, *shape)[:, : size - 1]
         row = torch.arange(steps, device=frames.device)
         back = torch.arange(1 - size, 1, device=frames.device)
@@ -93,12 +93,12 @@ class FrameStack(Transform):
 
 
 def stacked_shape(size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Pictures `[C, H, W]` are joined along their channels, all else gets a dimension in front."""
+    """Return a stack's shape: images `[C, H, W]` are joined along channels, others get a leading dimension."""
     return (size * shape[0], *shape[1:]) if len(shape) == 3 and shape[0] in (1, 3) else (size, *shape)
 
 
 def _starts(batch: TensorDictBase) -> Tensor:
-    """The row in which the episode of each row began; a number below any row: before the batch."""
+    """Return the row in which each row's episode began, or `_BEFORE` if it began before the batch."""
     ids = batch.get(TRAJ_IDS, None)
     steps = batch.batch_size[-1]
     if ids is not None:
@@ -135,11 +135,11 @@ class _Stacks(TransformLanes):
             look=dataclasses.replace(spec.look, hidden=frozenset(hidden)),
         )
         places, lanes = list(spec.observation), spec.lanes
-        # Of each: where its frames are in a row, where its stacks, and their shape frame by frame.
+        # For each key: the index of its frames in a row, the index of its stacks, and the stacks' shape frame by frame.
         self._parts = [
             (places.index(key), self._own + n, (lanes, how.size, *shapes[key])) for n, key in enumerate(keys)
         ]
-        self._seen: list[Array] = []  # what the policy has read last
+        self._seen: list[Array] = []  # the stacks that the policy read last
 
     def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         for at, stack, shape in self._parts:

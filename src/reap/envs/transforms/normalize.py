@@ -1,4 +1,4 @@
-"""Observations and rewards, normalised by running statistics of all lanes and workers."""
+"""Normalise observations and rewards by running statistics of all lanes and workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 class _Normalizer(Transform):
-    """What both have in common: statistics, and whether they are learned."""
+    """The base of both normalisers: their statistics, and whether these are still learned."""
 
     def __init__(self, epsilon: float, clip: float | None) -> None:
         for name, value in (("epsilon", epsilon), ("clip", clip)):
@@ -33,7 +33,7 @@ class _Normalizer(Transform):
         self._learned = LearnedStatistics()
 
     def frozen(self) -> Self:
-        """The same for evaluation: it reads these statistics as they are now or later, and never changes them.
+        """Return a copy for evaluation, which reads these statistics, now and as they change, but never updates them.
 
         >>> evaluation = TransformedEnv(make_env(), normalize.frozen())
         """
@@ -42,14 +42,14 @@ class _Normalizer(Transform):
         return other
 
     def statistics(self, key: AnyKey = "observation") -> RunningStatistics:
-        """Mean, variance and count under one key."""
+        """Return the running mean, variance and count of the values under one key."""
         known = self._learned.found
         if as_key(key) not in known:
             raise UsageError(f"nothing was learned of {show(as_key(key))} so far, but of {show_keys(known)}")
         return known[as_key(key)]
 
     def learned_of(self, key: Key, shape: tuple[int, ...]) -> RunningStatistics:
-        """The statistics of values of this shape."""
+        """Return the statistics for a key, after a check that their values have this shape."""
         found = self._learned.of(key)
         try:
             found.expect(shape)
@@ -59,15 +59,15 @@ class _Normalizer(Transform):
 
 
 class NormalizeObservation(_Normalizer):
-    """(observation − mean) / √(variance + epsilon), by the running mean and variance of all that was observed.
+    """(observation − mean) / √(variance + epsilon), by the running mean and variance of all observations.
 
-    Every observation counts once, as soon as the env has said it: of each step those of all lanes, then those that
-    lanes begin anew with. Statistics are those of all lanes and, between rollouts, of all workers.
+    Every observation counts once, as soon as the env returns it: first those of all lanes in a step, then the first
+    observations of the lanes that were reset. Statistics cover all lanes and, updated between rollouts, all workers.
 
     Args:
-        keys: which observations; None: all that are tensors, but for counters and infos.
-        epsilon: is added to the variance.
-        clip: cut off beyond ± this; None: nothing is.
+        keys: which observations to normalise; None: all tensors except counters and infos.
+        epsilon: added to the variance.
+        clip: clip results to ± this value; None: do not clip.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class NormalizeObservation(_Normalizer):
         return _NormalizedObservations(env, self)
 
     def inverse(self, observation: Tensor, key: AnyKey = "observation") -> Tensor:
-        """Observations as the env has said them, where nothing was clipped."""
+        """Return the env's original observations; exact only where nothing was clipped."""
         found = self.statistics(key)
         mean, scale = (
             torch.as_tensor(value, device=observation.device) for value in (found.mean, found.scale(self.epsilon))
@@ -124,7 +124,7 @@ class _NormalizedObservations(LearningLanes):
         return ended
 
     def _normalised(self, values: Array, statistics: RunningStatistics) -> Array:
-        """The same memory."""
+        """Normalise `values` in place, and return them."""
         values -= statistics.mean
         values /= statistics.scale(self._epsilon)
         if self._clip is not None:
@@ -133,15 +133,15 @@ class _NormalizedObservations(LearningLanes):
 
 
 class NormalizeReward(_Normalizer):
-    """reward / √(variance + epsilon), by the running variance of the discounted return of each lane.
+    """reward / √(variance + epsilon), by the running variance of the lanes' discounted returns.
 
-    A lane's return is G ← γ·G + reward, and begins anew with 0 after an episode's end. All lanes' G count once per
-    step, also the one an episode ends with. Rewards are not shifted: a mean of zero would change what is good.
+    A lane's return is G ← γ·G + reward, and is reset to 0 after an episode's end. Every lane's G counts once per step,
+    including the last step of an episode. Rewards are not shifted: a mean of zero would change what is good.
 
     Args:
         gamma: the discount.
-        epsilon: is added to the variance.
-        clip: cut off beyond ± this; None: nothing is.
+        epsilon: added to the variance.
+        clip: clip results to ± this value; None: do not clip.
     """
 
     def __init__(self, gamma: float = 0.99, *, epsilon: float = 1e-8, clip: float | None = None) -> None:
@@ -154,7 +154,7 @@ class NormalizeReward(_Normalizer):
         return _NormalizedRewards(env, self)
 
     def inverse(self, reward: Tensor) -> Tensor:
-        """Rewards as the env has said them, where nothing was clipped."""
+        """Return the env's original rewards; exact only where nothing was clipped."""
         scale = torch.as_tensor(self.statistics("reward").scale(self.epsilon), device=reward.device)
         return (reward * scale).to(reward.dtype)
 

@@ -1,4 +1,4 @@
-"""Transforms of the shape and the dtype of observations."""
+"""Transforms that change the shape and the dtype of observations."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from reap.errors import SpecMismatch, WrongArgument
 from reap.spec import AnyKey, Leaf, show
 
 Array = np.ndarray[Any, Any]
-_Part = tuple[int | None, bool, tuple[int, int]]  # where colours are, whether it is to be gray, its new size
-_GRAY = (0.299, 0.587, 0.114)  # of red, green and blue, as OpenCV and Gymnasium weigh them
+_Part = tuple[int | None, bool, tuple[int, int]]  # see `_colours`, whether the output is gray, its height and width
+_GRAY = (0.299, 0.587, 0.114)  # weights of red, green and blue, as in OpenCV and Gymnasium
 
 
 class FlattenObservation(Transform):
-    """Observations as one dimension of numbers. It costs nothing: the env writes into the same memory."""
+    """Flatten observations to one dimension. It costs nothing: the env writes into the same memory."""
 
     def __init__(self, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
         self.keys = keys
@@ -46,11 +46,11 @@ class _Flat(TransformLanes):
 
 
 class CastObservation(Transform):
-    """Observations of another dtype: MuJoCo's are float64, the parameters of a network float32.
+    """Cast observations to another dtype: MuJoCo's are float64, but a network's parameters are float32.
 
     Args:
-        dtype: the new one.
-        keys: which observations; None: all that are floating-point numbers.
+        dtype: the new dtype.
+        keys: which observations to cast; None: all floating-point ones.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
@@ -79,12 +79,12 @@ class _Cast(TransformLanes):
 
 
 class GrayscaleResize(Transform):
-    """Pictures `[H, W, 3]`, `[3, H, W]` or `[H, W]` of bytes as gray ones `[1, height, width]`, averaged over areas.
+    """Turn uint8 images `[H, W, 3]`, `[3, H, W]` or `[H, W]` into gray ones `[1, height, width]`, resized by area.
 
     Args:
-        height, width: the new size; None: as it is.
-        gray: False leaves colours, `[3, height, width]`.
-        keys: which observations; None: all that are such pictures.
+        height, width: the new size; None: unchanged.
+        gray: False keeps colours, `[3, height, width]`.
+        keys: which observations to convert; None: all such images.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _Pictures(TransformLanes):
 
 
 def _colours(leaf: Leaf) -> int | None:
-    """Where a picture has its colours: -1 last, 1 first, 0 it has none; None: it is no picture."""
+    """Return where an image has its colours: -1 last, 1 first, 0 if it has none; None if the leaf is no image."""
     if leaf.dtype is not torch.uint8 or len(leaf.shape) not in (2, 3):
         return None
     if len(leaf.shape) == 2:
@@ -151,7 +151,7 @@ def _size(leaf: Leaf) -> tuple[int, int]:
 
 
 def _picture(pictures: Array, colours: int | None, gray: bool, size: tuple[int, int]) -> Array:
-    """Pictures `[n, …]` as `[n, C, *size]` of bytes."""
+    """Convert images `[n, …]` to uint8 `[n, C, *size]`."""
     values = torch.from_numpy(np.ascontiguousarray(pictures)).float()
     values = values.permute(0, 3, 1, 2) if colours == -1 else values[:, None] if colours == 0 else values
     if gray and values.shape[1] == 3:
