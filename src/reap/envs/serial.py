@@ -28,7 +28,7 @@ class SerialEnv(EnvBase):
         num_workers: how many lanes.
         create_env_fn: a factory, an id, or a list of `num_workers` of them.
         create_env_kwargs: keywords for the factories: one mapping, or a list of them.
-        device: where tensors used by hand are placed.
+        device: where to place the tensors that `reset`, `step` and `rollout` return.
     """
 
     def __init__(

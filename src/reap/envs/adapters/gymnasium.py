@@ -1,7 +1,7 @@
-"""Gymnasium: `gym.Env`s as lanes, and `GymEnv`, the env people type.
+"""Gymnasium: `gym.Env`s as lanes, and `GymEnv`, the class that users call.
 
-GymLanes   N separate envs stepped one after another, written straight into slot rows
-GymEnv     one of them, from an id or an env
+GymLanes   N separate envs, stepped one after another, whose results are written straight into slot rows
+GymEnv     makes these lanes from an id, an env or a vector env
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 class GymLanes(Env):
     """N `gym.Env`s with the same spaces, one lane each.
 
-    With `truncates`, probabilities in place of a one-hot choice are cut to whole numbers before the largest is looked
-    for, as TorchRL does it.
+    With `truncates`, probabilities given in place of a one-hot action are truncated to integers before the argmax, as
+    TorchRL does.
     """
 
     def __init__(
@@ -71,26 +71,26 @@ class GymLanes(Env):
             side=frozenset(self._info),
         )
         self._steps: list[Callable[[Any], Any]] = [noting_actions(env, env.step) for env in self.envs]
-        self._unseen = [*self._steps]  # those whose observations nobody reads
-        self.checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
+        self._unseen = [*self._steps]  # steps for when the observations are not read
+        self.checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still check their steps
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
         self._at: Any = [-1]
-        self.remake: Callable[[int], gym.Env[Any, Any]] | None = None  # makes the env of a lane anew, where known how
-        self._replace: Callable[..., Any] | None = None  # decides about it, where envs that raise are made anew
+        self.remake: Callable[[int], gym.Env[Any, Any]] | None = None  # makes the env of a lane again, if known how
+        self._replace: Callable[..., Any] | None = None  # set by `rebuild_lanes`: what to do about an env that raised
         self._rebuilt = 0
-        self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
+        self._last_seeds: dict[int, int] = {}  # by lane, of the lanes that were seeded
 
     def report_lane(self, memory: Any) -> None:
         self._at = memory
 
     def wrap_first(self, wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]) -> None:
-        """Put a wrapper around the env of the first lane, before anybody plays."""
+        """Put a wrapper around the env of the first lane, before any lane is stepped."""
         env = self.envs[0] = wrapper(self.envs[0])
         self._steps[0] = self._unseen[0] = noting_actions(env, env.step)
         self.checked.add(0)
 
     def joined(self, others: Sequence[GymLanes]) -> GymLanes:
-        """These lanes and those of `others` as one batched env."""
+        """Join these lanes and those of `others` into one batched env."""
         for other in others:
             if other._settings != self._settings:
                 raise SpecMismatch(f"lanes are encoded differently: {self._settings} and {other._settings}")
@@ -115,7 +115,7 @@ class GymLanes(Env):
                 self._at[0], found = lane, None
                 env = self.envs[lane]
                 found = env.reset() if seeds is None else env.reset(seed=seeds[i])
-                if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict would give its keys
+                if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict unpacks to its keys
                     raise _not_a_reset(found)
                 observation, info = found
                 if lane in self.checked:
@@ -136,7 +136,7 @@ class GymLanes(Env):
         self._at[0] = -1
 
     def leave_out_checks(self) -> None:
-        """Step those lanes without Gymnasium's checks that have passed them, whoever has stepped them so far."""
+        """Skip Gymnasium's checks in lanes that have passed them, also if another library made the steps so far."""
         for lane in [*self.checked]:
             self._uncheck(lane)
 
@@ -149,7 +149,7 @@ class GymLanes(Env):
             self.checked.remove(lane)
 
     def step(self, lanes: Sequence[int], row: Row, *, unseen: bool = False) -> list[int]:
-        """`unseen`: nobody reads the observations, which may be left out."""
+        """Step the lanes. With `unseen`, the observations are not read and may be left out."""
         actions = self._decode(*row.action)
         steps = self._unseen if unseen else self._steps
         write, successors, reward = self._observations.write, row.next, row.reward
@@ -161,7 +161,7 @@ class GymLanes(Env):
             for lane in lanes:
                 at[0] = lane
                 observation, r, terminated, truncated, info = steps[lane](actions[lane])
-                # One array of just the right kind is the common case and a bare row assignment.
+                # An array of exactly the right shape and dtype is the common case: a bare row assignment.
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     first[lane] = observation
                 elif observation is not UNDRAWN:
@@ -169,7 +169,7 @@ class GymLanes(Env):
                 try:
                     reward[lane] = r
                 except (TypeError, ValueError):
-                    reward[lane] = np.asarray(r).item()  # an array of one number is a number
+                    reward[lane] = np.asarray(r).item()  # an array of one number counts as a number
                 if r is None:  # NumPy would make it NaN
                     raise SpecMismatch("env.step returned None as the reward")
                 if infos:
@@ -202,17 +202,17 @@ class GymLanes(Env):
         return self._rebuilt
 
     def _step_rest(self, lane: int, lanes: Sequence[int], row: Row) -> list[int]:
-        """One lane has made no frame; step those that come after it."""
+        """Mark that `lane` has made no frame, and step the lanes that come after it."""
         row.leave_out([lane])
         rest = list(lanes)[list(lanes).index(lane) + 1 :]
         return self.step(rest, row) if rest else []
 
     def _rebuild(self, lane: int, error: ReapError, into: Rows | None = None) -> None:
-        """Put another env in the place of one that raised. `into`: begin an episode there, too."""
+        """Replace the env of a lane that raised. With `into`, also write the first observation of a new episode."""
         remake, replace = self.remake, self._replace
         assert remake is not None
         assert replace is not None
-        with contextlib.suppress(Exception):  # it has failed before
+        with contextlib.suppress(Exception):  # the env has failed already
             self.envs[lane].close()
 
         def made() -> tuple[gym.Env[Any, Any], Any]:
@@ -270,7 +270,7 @@ class GymLanes(Env):
 
 
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
-    """Repeats each action, adds up the rewards, and stops early where the episode ends."""
+    """Repeats each action, sums the rewards, and stops early if the episode ends."""
 
     def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
         if times < 1:
@@ -289,7 +289,7 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class GymEnv(EnvBase):
-    """A Gymnasium env, from its id or the env itself.
+    """A Gymnasium env, made from an id or wrapped around an env.
 
     >>> env = GymEnv("CartPole-v1")
     >>> env.rollout(3)["observation"].shape
@@ -298,15 +298,15 @@ class GymEnv(EnvBase):
     Args:
         env: a Gymnasium id or its registered spec (further keywords go to `gymnasium.make`), a `gymnasium.Env` or a
             `VectorEnv`.
-        num_envs: with an id: so many lanes. With `vectorization_mode` they come from `gymnasium.make_vec`.
-        categorical_action_encoding: discrete spaces as an index instead of one-hot.
-        frame_skip: repeat each action this often, adding up rewards.
-        from_pixels: what `render()` shows, as "pixels", in place of the env's own observations; beside them with
-            `pixels_only=False`.
+        num_envs: the number of lanes, with an id. With `vectorization_mode` they come from `gymnasium.make_vec`.
+        categorical_action_encoding: encode discrete spaces as an index instead of one-hot.
+        frame_skip: repeat each action this many times and sum the rewards.
+        from_pixels: observe the image from `render()` as "pixels", in place of the env's own observations, or beside
+            them with `pixels_only=False`.
         info_keys: info entries to keep as columns: names (float32 numbers), or a mapping from name to a dtype, a
-            (dtype, shape) or a space. Missing entries are zero. A tuple names an entry of a dict; "episode" all that
-            Gymnasium's `RecordEpisodeStatistics` says at the end of one.
-        device: where tensors used by hand are placed.
+            (dtype, shape) or a space. Missing entries are zero. A tuple names an entry of a nested dict; "episode"
+            stands for all entries that Gymnasium's `RecordEpisodeStatistics` adds when an episode ends.
+        device: where to place the tensors that `reset`, `step` and `rollout` return.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Gymnasium's vector envs as lanes: every autoreset mode turned into the one true form.
+"""Gymnasium's vector envs as lanes: every autoreset mode is converted to the one form that `Env` guarantees.
 
-SAME_STEP   the env has reset already: the true last observation is taken from info, the fresh one is kept back
-            until the loop asks for a reset
+SAME_STEP   the env has reset already: the true last observation is taken from info, and the reset observation is kept
+            until the loop resets the lane
 DISABLED    the loop's reset is passed on, with `options={"reset_mask": …}`
-NEXT_STEP   the same, where single lanes can be reset (Gymnasium's Sync- and AsyncVectorEnv). Where they cannot, the env
+NEXT_STEP   the same, if single lanes can be reset (Gymnasium's Sync- and AsyncVectorEnv). If they cannot, the env
             spends its next step on the reset; that step is no frame and is skipped: the lane's later rows move up
             and `("collector", "mask")` is False at its end
 """
@@ -72,10 +72,10 @@ class VectorLanes(Env):
             single_resets=self._resets_lanes,
             side=frozenset(self._info),
         )
-        self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its fresh observation
-        self._resetting: Any = None  # NEXT_STEP: mask of the lanes whose next step is their reset; None: of none
+        self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its reset observation
+        self._resetting: Any = None  # NEXT_STEP: mask of the lanes whose next step is their reset, or None
         self._ended = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes that ended and wait for the loop's reset
-        self._just_ended: list[int] = []  # those of the last step, as the loop was told
+        self._just_ended: list[int] = []  # lanes that ended in the last step: the list that `step` returned
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._decode = self._actions.decoder(action, batch=True)
@@ -86,9 +86,10 @@ class VectorLanes(Env):
             self._just_ended = []
             return
         chosen = list(lanes)
-        if seeds is None:  # lanes the env resets by itself need no call
+        if seeds is None:  # lanes that the env resets by itself need no call
             rest = self._not_by_themselves(chosen)
-            whole = len(chosen) == self._count and not self._resets_lanes  # all, or those that are left: it cannot
+            # An env that cannot reset single lanes resets all of them if any of these needs a call.
+            whole = len(chosen) == self._count and not self._resets_lanes
             if not (rest and whole):
                 self._let_reset(chosen if not rest else sorted({*chosen}.difference(rest)), into)
                 chosen = rest
@@ -120,16 +121,16 @@ class VectorLanes(Env):
             self._resetting[chosen] = False
 
     def _seed_of(self, lanes: list[int], seeds: Sequence[int]) -> Any:
-        """What `env.reset` takes as its seed, for these lanes to be seeded."""
+        """Return the `seed` argument with which `env.reset` seeds these lanes."""
         if not isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
-            return int(seeds[0])  # one generator for all lanes, as such envs have it
+            return int(seeds[0])  # such envs have one generator for all lanes
         seed: list[int | None] = [None] * self._count
         for lane, one in zip(lanes, seeds):
             seed[lane] = int(one)
         return seed
 
     def _not_by_themselves(self, lanes: list[int]) -> list[int]:
-        """Those of the lanes that the env does not reset by itself."""
+        """Return the lanes that the env does not reset by itself."""
         if self.spec.rows == "skipping":
             asked = np.asarray(lanes)
             found: list[int] = asked[~self._ended[asked]].tolist()
@@ -137,7 +138,7 @@ class VectorLanes(Env):
         return [lane for lane in lanes if lane not in self._kept]
 
     def _let_reset(self, lanes: list[int], into: Rows) -> None:
-        """Lanes that the env has reset already, or will with its next step."""
+        """Reset lanes that the env has reset already (write what it kept), or will reset with its next step."""
         if self.spec.rows == "skipping":
             self._ended[lanes] = False
             if self._resetting is None:
@@ -183,7 +184,7 @@ class VectorLanes(Env):
         for array, (key, leaf) in zip(arrays[len(self._observations.leaves) :], self._info.items()):
             value = info_entry(info, key)
             if value is None and recorded_at_end(whole, key):
-                continue  # said of the episode that ended, beside the info of the one that began
+                continue  # the main info, written before, reports the episode that ended
             value = value if value is None or alone else value[lane]
             array[lane] = 0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), f"info {show(key)}")
 
@@ -216,8 +217,8 @@ class VectorLanes(Env):
 
 
 class _SharedOptions(dict[str, Any]):
-    """Options of a reset that stay whole: Gymnasium's vector envs take `reset_mask` out of what they are given, and the
-    wrapper that counts returns, which looks for it afterwards, would count anew for every lane.
+    """Reset options whose `pop` removes nothing. Gymnasium's vector envs pop `reset_mask`, but RecordEpisodeStatistics
+    reads it afterwards and would otherwise reset its counts in every lane.
     """
 
     def pop(self, key: str, *default: Any) -> Any:
@@ -229,7 +230,7 @@ def _lanes(at: Any, count: int) -> set[int]:
 
 
 def _final(info: Mapping[str, Any], lane: int) -> Any:
-    """One lane's true last observation, from any of the places vector envs put it."""
+    """Return one lane's true last observation, from any of the info keys under which vector envs report it."""
     for key in ("final_obs", "final_observation"):
         if key in info:
             return _pick(info[key], lane)

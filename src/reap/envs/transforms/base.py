@@ -252,6 +252,6 @@ def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSp
 
 
 def float_leaf(leaf: Leaf) -> Leaf:
-    """Return a floating-point leaf of the same shape without bounds: float32 unless the dtype is a float already."""
+    """Return a floating-point leaf of the same shape without bounds: float32 unless NumPy has its float dtype."""
     floats = leaf.dtype is not None and leaf.dtype.is_floating_point and leaf.dtype is not torch.bfloat16
     return Leaf(leaf.shape, leaf.dtype if floats else torch.float32)

@@ -17,7 +17,7 @@ from reap.errors import SpecMismatch, WrongArgument
 from reap.spec import AnyKey, Leaf, show
 
 Array = np.ndarray[Any, Any]
-_Part = tuple[int | None, bool, tuple[int, int]]  # see `_colours`, whether the output is gray, its height and width
+_Part = tuple[int | None, bool, tuple[int, int]]  # axis of the colours (see `_colours`), gray or not, new size
 _GRAY = (0.299, 0.587, 0.114)  # weights of red, green and blue, as in OpenCV and Gymnasium
 
 
@@ -79,7 +79,7 @@ class _Cast(TransformLanes):
 
 
 class GrayscaleResize(Transform):
-    """Turn uint8 images `[H, W, 3]`, `[3, H, W]` or `[H, W]` into gray ones `[1, height, width]`, resized by area.
+    """Turn uint8 images `[H, W, 3]`, `[3, H, W]` or `[H, W]` into gray ones `[1, height, width]`, averaged over areas.
 
     Args:
         height, width: the new size; None: unchanged.
