@@ -2,9 +2,10 @@
 
 An env with both `get_state()` and `set_state(state)` is saved by these; any other is pickled with all its wrappers and
 its random generator. Two kinds of env need special treatment. Gymnasium pickles an `EzPickle` env (MuJoCo) by its
-constructor arguments, which would restart its episode: its attributes are pickled instead. An Atari emulator is saved by
-its own state, which is loaded into the emulator of the env being restored. That state lacks the previous action, which
-sticky actions repeat: the action is saved beside it (`noting_actions`). `CannotResume` says why an env is not pickled.
+constructor arguments, which would restart its episode: its attributes are pickled instead. An Atari emulator is saved
+by its own state, which is loaded into the emulator of the env being restored. That state lacks the previous action,
+which sticky actions repeat: the action is saved beside it (`noting_actions`). `CannotResume` says why any other env
+cannot be pickled.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""PettingZoo's AEC worlds, where one agent acts at a time. One lane per agent, each its own true stream of rows.
+"""PettingZoo's AEC worlds, where one agent acts at a time. Each agent is a lane with its own, correct stream of rows.
 
-    step r      agent 0 moves   its lane: no frame yet; what it saw, and all the policy said, is kept
-    step r+1    agent 1 moves   now agent 0 is on turn again: lane 0's frame, with all that was kept:
-                                (what it saw, its move) → (what it sees now, what it earned meanwhile)
+    step r      agent 0 moves   lane 0 makes no frame yet; its observation and the policy's outputs are kept
+    step r+1    agent 1 moves   now it is agent 0's turn again: lane 0 makes a frame from all that was kept:
+                                (its observation, its action) → (its observation now, its reward since then)
 
-- `("next", observation)` is what the same agent sees when it is on turn again, or at its end; the reward is all it
-  earned since its move, as `last()` counts it; done is the agent's own.
-- A step moves every world by one turn; a lane whose frame is not complete makes none in that step. Such steps are
-  taken out, the lane's later rows move up, and `("collector", "mask")` is False behind them.
-- A move without an answer when a batch ends is a frame of the next one. None is lost, none is made twice.
-- The policy computes actions for every lane; only that of the agent on turn is used. A lane that waits shows what its
-  agent last saw; one that has not moved yet, or has ended, shows zeros and an action mask of ones: any choice will do.
+- `("next", observation)` is the agent's observation when its turn comes again, or at its end. The reward is the sum
+  since its action, as `last()` counts it, and done is the agent's own.
+- A step advances every world by one turn; a lane whose frame is not complete makes none in that step. Such steps are
+  removed: the lane's later rows move up, and `("collector", "mask")` is False behind them.
+- An action whose frame is not complete when a batch ends makes a frame of the next batch. No frame is lost or doubled.
+- The policy computes actions for every lane; only the action of the agent whose turn it is, is used. A waiting lane
+  shows its agent's last observation. A lane whose agent has had no turn yet, or has ended, shows zeros and an action
+  mask of ones: any action will do.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ AGENT: Key = ("agent",)
 
 
 class Agents:
-    """The agents of one PettingZoo env in a fixed order, and the spaces they share."""
+    """The agents of one PettingZoo env in a fixed order, and the spaces that all of them share."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -50,13 +51,13 @@ class Agents:
                     raise SpecMismatch(f"agent {name!r} has {what} {theirs}, {first!r} has {mine}; they must be equal")
 
     def agree(self, other: Agents, lane: int) -> None:
-        """SpecMismatch unless `other`, at `lane`, has the same agents and spaces."""
+        """Raise SpecMismatch unless the env `other` at `lane` has the same agents and observation space."""
         if (other.names, other.observation_space) != (self.names, self.observation_space):
             raise SpecMismatch(f"lane {lane} has agents {other.names}, lane 0 has {self.names}")
 
 
 class _Game(Agents):
-    """One AEC env: calls that name themselves when they fail."""
+    """One AEC env. Errors of its calls say which call failed."""
 
     def reset(self, seed: int | None) -> None:
         try:
@@ -71,7 +72,7 @@ class _Game(Agents):
             raise raised_by("env.step raised", cause) from cause
 
     def news(self) -> Iterator[tuple[int, Any, Any, bool, bool]]:
-        """Agents that have ended, which leave with this, then the one on turn, if there is one: what `last()` says."""
+        """Yield what `last()` returns, for agents that have ended (which are then removed) and for the one to act."""
         env = self.env
         while env.agents:
             name = env.agent_selection
@@ -83,7 +84,7 @@ class _Game(Agents):
 
 
 class TurnLanes(Env):
-    """AEC worlds, one lane for each agent of each: world 0's agents first."""
+    """AEC worlds, with one lane for each agent of each world: first the agents of world 0."""
 
     def __init__(self, envs: Sequence[Any], *, categorical: bool = False) -> None:
         if len({id(env) for env in envs}) < len(envs):
@@ -97,7 +98,7 @@ class TurnLanes(Env):
         self._observations = Observations(first.observation_space, categorical=categorical)
         self._actions = Actions(first.action_space, categorical=categorical)
         seen = self._observations.leaves
-        # Whose lane it is, for networks that all agents share; an env that says so itself is believed.
+        # The agent's number, for networks that all agents share; if the env has this key itself, its own is used.
         self._told: dict[Key, Leaf] = {} if AGENT in seen else {AGENT: Leaf((), torch.int64)}
         lanes = len(envs) * self._agents
         self.spec = EnvSpec(
@@ -112,14 +113,14 @@ class TurnLanes(Env):
         )
         self._blank = [1 if key[-1] == "action_mask" else 0 for key in seen]
         self._now = [np.zeros((lanes, *leaf.shape), numpy_dtype(leaf.dtype)) for leaf in seen.values()]
-        self._turn = np.zeros(len(envs), np.int64)  # the lane on turn, world by world
-        self._waiting = np.zeros(lanes, np.bool_)  # lanes that have moved and do not know yet what came of it
-        self._kept: list[np.ndarray[Any, Any]] = []  # what the policy said when they moved
+        self._turn = np.zeros(len(envs), np.int64)  # by world: the lane whose turn it is
+        self._waiting = np.zeros(lanes, np.bool_)  # lanes that have acted and whose frame is not complete yet
+        self._kept: list[np.ndarray[Any, Any]] = []  # the policy's outputs when they acted
         self._looks: list[Any] | None = None
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
 
     def joined(self, others: Sequence[TurnLanes]) -> TurnLanes:
-        """These worlds and those of `others` as one env."""
+        """Join these worlds and those of `others` into one env."""
         envs = [world.env for lanes in (self, *others) for world in lanes._worlds]
         return TurnLanes(envs, categorical=self._categorical)
 
@@ -138,7 +139,7 @@ class TurnLanes(Env):
                     self._clear(mine)
                     world.reset(None if seeds is None else int(seeds[i]))
                     self._begin(world, w)
-                else:  # others are still at it: who ended waits
+                else:  # other agents go on: lanes that ended wait
                     self._clear([lane for lane in lanes if lane // self._agents == w])
             except ReapError as error:
                 error.at(lane=begin)
@@ -193,14 +194,14 @@ class TurnLanes(Env):
         return sorted(ended)
 
     def _hear(self, world: _Game, w: int, row: Row, frames: list[int], ended: list[int]) -> None:
-        """What came of a move: frames of those who ended and of the one on turn, if they had moved before."""
+        """Complete the frames of the agents that ended and of the one to act next, if they have acted before."""
         begin = w * self._agents
         for agent, seen, earned, terminated, truncated in world.news():
             lane = begin + agent
             over = terminated or truncated
             if over and not self._waiting[lane]:
-                continue  # it ended before it ever moved: there is no frame to complete
-            if over and seen is None:  # some envs show the dead nothing
+                continue  # it ended before it ever acted: there is no frame to complete
+            if over and seen is None:  # some envs have no observation for an agent that ended
                 for now in self._now:
                     now[lane] = 0
             else:
@@ -220,7 +221,7 @@ class TurnLanes(Env):
             raise SpecMismatch(f"agent {world.names[left[0]]!r} left without being terminated or truncated")
 
     def _make_room(self, row: Row) -> None:
-        """Memory for what the policy says, the first time and when that has changed."""
+        """Allocate memory for the policy's outputs, unless it has their shapes and dtypes already."""
         self._looks = [(said.shape, said.dtype) for said in row.outputs]
         if self._looks == [(kept.shape, kept.dtype) for kept in self._kept]:
             return

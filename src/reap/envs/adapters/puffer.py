@@ -3,22 +3,23 @@
     bound once      env.step ──► the env's buffers ──► copied to the row
     rebindable      env.bind(the row's arrays); env.step ──► the row            the env's write is the only write
 
-A PufferLib env resets inside `step` and overwrites the last observation of an episode: it cannot give true data and is
-refused, unless one accepts `lost_finals="repeat"`. The successor at an end is then the observation acted on, once more,
-and `("next", "final_lost")` marks the row. An env that keeps the truth has two members beside PufferLib's:
+A PufferLib env resets inside `step` and overwrites the last observation of an episode. It cannot give true data and is
+refused, unless the user accepts `lost_finals="repeat"`: the successor at an episode's end is then a repetition of the
+observation acted on, and `("next", "final_lost")` marks the row. An env that keeps the last observation has two members
+beside PufferLib's:
 
     autoreset = False
     def reset_lanes(self, mask): …      # bool [N]: begin new episodes there, write those rows of self.observations
 
 and, to write into slots directly, a third, called before every step:
 
-    def bind(self, observations, rewards, terminals, truncations): …      # contiguous, [N, …]; to be written in full
+    def bind(self, observations, rewards, terminals, truncations): …      # contiguous, [N, …]; write all of them
 
-`bind` promises to write every observation and reward at every step: what is not written is what the slot's memory held
-before (flags come cleared). `rebind=True` makes the same promise for an env without `bind`, whose attributes of these
-names are then assigned. Between calls the env holds buffers of its own, never a slot's.
+An env with `bind` promises to write every observation and reward at every step: otherwise the slot's old contents would
+be taken for them (flags are cleared beforehand). `rebind=True` makes the same promise for an env without `bind`; its
+attributes of these names are then assigned. Between calls the env holds buffers of its own, never a slot's.
 
-What no adapter can see: some C envs of PufferLib reset at a time limit without setting any flag.
+No adapter can detect that some C envs of PufferLib reset at a time limit without setting any flag.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from reap.spec import EnvSpec, Key, Leaf
 
 LOST: Key = ("final_lost",)
 BUFFERS = ("observations", "rewards", "terminals", "truncations")
-_UNTOUCHED = 0xA5  # the bytes of a buffer nobody has written to
+_UNTOUCHED = 0xA5  # fills a buffer, to detect that nothing was written to it
 
 
 def is_puffer(thing: Any) -> bool:
-    """An env with PufferLib's buffers, without importing pufferlib to find out."""
+    """Whether this env has PufferLib's buffers, without importing pufferlib."""
     needed = ("single_observation_space", "single_action_space", "num_agents", *BUFFERS)
     return all(hasattr(thing, name) for name in needed)
 
@@ -89,8 +90,8 @@ class PufferLanes(Env):
             np.zeros(self._count, np.bool_),
         )
         self._seed, self._started, self._closed = fresh_seed(), False, False
-        self._last = np.zeros((self._count, *shape), dtype)  # what was seen last; only where finals are lost
-        self._begun: set[int] = set()  # lanes the env has reset in its last step
+        self._last = np.zeros((self._count, *shape), dtype)  # the last observations; used only if finals are lost
+        self._begun: set[int] = set()  # lanes that the env reset in its last step
         marks = {LOST: Leaf((1,), torch.bool)} if self._auto else {}
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **marks},
@@ -131,7 +132,7 @@ class PufferLanes(Env):
     def _reset_all(self, seeds: Sequence[int] | None) -> None:
         if self._bind is not None and not self._started:
             self._bind(*self._own)
-        # Always a seed of ours: without one some of PufferLib's envs begin the same numbers again.
+        # Always pass a seed: without one some of PufferLib's envs repeat the same random numbers.
         self._seed = next_seed(self._seed) if seeds is None else int(seeds[0])
         self.env.reset(self._seed % 2**31)
         if self._bind is not None and not self._started and (self._own[0].view(np.uint8) == _UNTOUCHED).all():
@@ -171,7 +172,7 @@ class PufferLanes(Env):
         return ended
 
     def _lose(self, ended: list[int], row: Row) -> None:
-        """Where an episode ended, `row.next` holds the first observation of another one: keep it back, mark the row."""
+        """Keep the reset observations of ended lanes, put repeated ones into `row.next`, and mark the rows."""
         seen, lost = row.next[0], row.next[1]
         repeated = self._last[ended]
         self._last[...] = seen
@@ -201,7 +202,7 @@ class PufferLanes(Env):
         self._seed, self._begun, self._started = int(state["seed"]), set(state["begun"]), True
 
     def close(self) -> None:
-        if not self._closed:  # C code frees its memory each time it is asked
+        if not self._closed:  # C code frees its memory on every call
             self._closed = True
             self.env.close()
 
@@ -212,10 +213,11 @@ class PufferLibEnv(EnvBase):
     >>> collector = Collector(PufferLibEnv(env, lost_finals="repeat"), policy, frames_per_batch=4096 * 64)
 
     Args:
-        env: has PufferLib's buffers and spaces; see `reap.envs.adapters.puffer` for what it should have beside them.
-        lost_finals: what to do about an env that resets inside `step`: refuse it, or repeat observations and mark them.
-        rebind: the env finds its buffers in its attributes and writes them in full at every step; give it the slot's.
-        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+        env: an env with PufferLib's buffers and spaces; see `reap.envs.adapters.puffer` for further members.
+        lost_finals: what to do with an env that resets inside `step`: "error" refuses it, "repeat" repeats the
+            observations acted on and marks them.
+        rebind: assign the slot's arrays to the env's buffer attributes; the env must write them in full at every step.
+        categorical_action_encoding: encode discrete spaces as an index instead of one-hot.
     """
 
     def __init__(
