@@ -107,7 +107,7 @@ def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
         raise WrongArgument(f"create_env_fn is {type(source).__name__}, a module{hint}")
     try:
         signature = inspect.signature(source)
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # callables written in C may have no signature
         return
     try:
         signature.bind(**kwargs)

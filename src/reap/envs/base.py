@@ -43,7 +43,7 @@ class EnvBase:
         self._current = current_for(lanes_env.spec.observation, lanes_env.spec.lanes)
         self._one: tuple[tuple[Leaf, ...], Slot] | None = None
 
-    # ---- what it looks like -------------------------------------------------------------------------------------
+    # ---- shapes and specs ---------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> torch.Size:
@@ -84,7 +84,7 @@ class EnvBase:
         text = "; ".join(f"{what} {', '.join(f'{show(k)} {v}' for k, v in of.items())}" for what, of in leaves.items())
         return f"{type(self).__name__}({text}; batch_size={list(self.batch_size)})"
 
-    # ---- what it does ---------------------------------------------------------------------------------------------
+    # ---- seeding and stepping -------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed each lane at the next `reset`, and return the seed that follows the last lane's."""

@@ -88,7 +88,7 @@ class VectorLanes(Env):
         chosen = list(lanes)
         if seeds is None:  # lanes that the env resets by itself need no call
             rest = self._not_by_themselves(chosen)
-            # An env that cannot reset single lanes resets all of them if any of these needs a call.
+            # An env that cannot reset single lanes gets one reset of all lanes, if all are due and any needs a call.
             whole = len(chosen) == self._count and not self._resets_lanes
             if not (rest and whole):
                 self._let_reset(chosen if not rest else sorted({*chosen}.difference(rest)), into)
