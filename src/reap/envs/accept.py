@@ -44,18 +44,18 @@ def as_env(
 
     With `limit`, episodes are truncated after that many steps, and the step count is an observation under `count`.
     """
-    given, source, kwargs = (source, kwargs), *_made(source, kwargs)
-    if is_torchrl(source):
-        return torchrl_lanes(source, kwargs, limit, count)
-    env = _lanes(source, kwargs)
-    if type(env) is GymLanes and env.remake is None and not is_env(given[0]):
-        env.remake = functools.partial(_remade, given)
+    made, kwargs_left = _call_factory(source, kwargs)
+    if is_torchrl(made):
+        return torchrl_lanes(made, kwargs_left, limit, count)
+    env = _as_lanes(made, kwargs_left)
+    if type(env) is GymLanes and env.remake is None and not is_env(source):
+        env.remake = functools.partial(_rebuild_lane_env, source, kwargs)
     return env if limit is None else StepLimit(env, limit, count)
 
 
-def _remade(given: tuple[Any, Any], lane: int) -> gym.Env[Any, Any]:
+def _rebuild_lane_env(source: Any, kwargs: Mapping[str, Any] | None, lane: int) -> gym.Env[Any, Any]:
     """Build the env of one lane again from what `as_env` was given, and close the other envs built along with it."""
-    env = as_env(*given)
+    env = as_env(source, kwargs)
     assert isinstance(env, GymLanes)
     for other, one in enumerate(env.envs):
         if other != lane:
@@ -63,13 +63,13 @@ def _remade(given: tuple[Any, Any], lane: int) -> gym.Env[Any, Any]:
     return env.envs[lane]
 
 
-def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
+def _as_lanes(source: Any, kwargs: dict[str, Any]) -> Env:
     if kwargs and is_env(source):
         raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
     if isinstance(source, (str, Registered)):
         return GymEnv(source, **kwargs).lanes_env
-    for known, wrap in _FOREIGN:
-        if known(source):
+    for recognises, wrap in _FOREIGN:
+        if recognises(source):
             return wrap(source).lanes_env
     if isinstance(source, EnvBase):
         if source.is_closed:
@@ -86,7 +86,7 @@ def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
     )
 
 
-def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def _call_factory(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Call `source` if it is a factory. Return the env or id, and the keywords that no factory has consumed yet."""
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
@@ -129,5 +129,6 @@ def is_env(source: Any) -> bool:
     """Whether `source` is an env, even if it is callable too. A class is never an env, whatever members it has."""
     if isinstance(source, type):
         return False
-    known = isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
-    return known or is_torchrl(source) or any(theirs(source) for theirs, _ in _FOREIGN)
+    if isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
+        return True
+    return is_torchrl(source) or any(recognises(source) for recognises, _ in _FOREIGN)

@@ -41,7 +41,7 @@ class EnvBase:
         self.lanes_env = lanes_env
         self.device = torch.device(device) if device is not None else None
         self._current = current_for(lanes_env.spec.observation, lanes_env.spec.lanes)
-        self._one: tuple[tuple[Leaf, ...], Slot] | None = None
+        self._step_slot: tuple[tuple[Leaf, ...], Slot] | None = None
 
     # ---- shapes and specs ---------------------------------------------------------------------------------------
 
@@ -93,16 +93,16 @@ class EnvBase:
 
     def reset(self) -> TensorDictBase:
         """Begin a new episode in every lane, and return the first observations."""
-        self._open()
+        self._check_open()
         self.lanes_env.driver = None
         seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
         self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
-        td = self._shown()
+        td = self._current_observations()
         for flag in FLAGS:
             td.set(flag, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
         return td
 
-    def _shown(self) -> TensorDictBase:
+    def _current_observations(self) -> TensorDictBase:
         """Return a copy of each lane's current observation as a TensorDict."""
         spec = self.lanes_env.spec
         columns = visible_columns(spec, self._current)
@@ -123,7 +123,7 @@ class EnvBase:
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Step every lane with the action in `tensordict`, and write the result under "next"."""
-        self._open()
+        self._check_open()
         spec = self.lanes_env.spec
         if spec.rows != "whole":
             raise UsageError(f"{type(self).__name__} has steps that are no frames; only a collector can leave them out")
@@ -162,7 +162,7 @@ class EnvBase:
         if bool(done.any()):
             lanes = done.nonzero().reshape(-1).tolist()
             self.lanes_env.reset(lanes, self._current)
-            fresh = self._shown()
+            fresh = self._current_observations()
             for key in map(as_key, root.keys(True, True)):
                 if key not in self.lanes_env.spec.observation:
                     fresh.set(key, root.get(key))
@@ -183,7 +183,7 @@ class EnvBase:
 
         All lanes are reset first if `auto_reset` is set or the policy is recurrent.
         """
-        self._open()
+        self._check_open()
         if max_steps < 1:
             raise UsageError(f"max_steps must be at least 1, got {max_steps}")
         memory = carry_of(policy)
@@ -223,7 +223,7 @@ class EnvBase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self.lanes_env.spec.ready_of is not None:
             raise UsageError(f"{type(self).__name__} answers whichever lanes are ready; only a collector can drive it")
         if self.is_closed:
@@ -233,6 +233,6 @@ class EnvBase:
         """Return the one-row slot that `step` uses. It is reused as long as actions keep their shapes and dtypes."""
         leaves = tuple(action.values())
         self.lanes_env.expect(action)  # a collector may have set another action format since
-        if self._one is None or self._one[0] != leaves:
-            self._one = leaves, Slot(layout_by_hand(self.lanes_env.spec, action))
-        return self._one[1]
+        if self._step_slot is None or self._step_slot[0] != leaves:
+            self._step_slot = leaves, Slot(layout_by_hand(self.lanes_env.spec, action))
+        return self._step_slot[1]

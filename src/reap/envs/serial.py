@@ -88,17 +88,17 @@ def _joined(first: Env, *rest: Env) -> Env:
     kinds = {type(env) for env in (first, *rest)}
     join: Callable[..., Env] | None = getattr(first, "joined", None)
     if len(kinds) != 1:
-        names = ", ".join(sorted({_spoken(env) for env in (first, *rest)}))
+        names = ", ".join(sorted({_public_name(env) for env in (first, *rest)}))
         raise UsageError(f"SerialEnv joins envs of one kind, got {names}")
     single = [env for env in (first, *rest) if isinstance(env, TorchRLEnv) and not env.spec.batched]
     if len(single) == 1 + len(rest):
         return torchrl_joined(single)
     if join is None:
-        raise UsageError(_has_lanes(first, 1 + len(rest)))
+        raise UsageError(_why_not_joined(first, 1 + len(rest)))
     return join(rest)
 
 
-def _has_lanes(env: Env, count: int) -> str:
+def _why_not_joined(env: Env, count: int) -> str:
     """Return the error text for an env that cannot be joined, with the ways to run several of it."""
     workers = f"MultiSyncCollector([make_env] * {count}, …) plays several, a worker each"
     ways = {
@@ -108,17 +108,17 @@ def _has_lanes(env: Env, count: int) -> str:
     }
     processes = "" if env.spec.rows != "whole" else f", ParallelEnv({count}, make_env) a process each"
     way = ways.get(type(env).__name__, workers + processes)
-    lanes = f"{_spoken(env)} has lanes of its own already"
+    lanes = f"{_public_name(env)} has lanes of its own already"
     return f"SerialEnv joins single envs; {lanes}: give it to a collector as it is; {way}"
 
 
-def _spoken(env: Env) -> str:
+def _public_name(env: Env) -> str:
     """Return the name by which users know this kind of env."""
     name = type(env).__name__
-    return _SPOKEN.get(name, name)
+    return _PUBLIC_NAMES.get(name, name)
 
 
-_SPOKEN = {
+_PUBLIC_NAMES = {
     "AgentLanes": "PettingZooEnv(mode='lanes')",
     "EnvPoolLanes": "EnvPoolEnv",
     "EnvPoolReady": "EnvPoolEnv",

@@ -44,7 +44,7 @@ class Observations:
     """
 
     def __init__(self, space: gym.Space[Any], *, categorical: bool, loose: bool = False) -> None:
-        self._welcome = loose
+        self._allow_loose = loose
         self.leaves: dict[Key, Leaf] = {}
         self._puts: list[tuple[tuple[Any, ...], Put, Encode]] = []
         self._add(space, (), (), categorical)
@@ -107,7 +107,7 @@ class Observations:
     def _leaf(self, space: gym.Space[Any], leaf: Leaf, put: Put, *, key: Key, path: tuple[Any, ...]) -> None:
         if key in self.leaves:
             raise UsageError(f"two observation entries would both be called {show(key)}")
-        if leaf.loose and not self._welcome:
+        if leaf.loose and not self._allow_loose:
             raise UsageError(f"observation space {space} has no tensor form; wrap the env to return arrays")
         self.leaves[key] = leaf
         self._puts.append((path, put, _loose_encoder(put) if leaf.loose else _encoder(space, leaf)))

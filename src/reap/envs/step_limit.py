@@ -35,22 +35,22 @@ class StepLimit(Wrapped):
             where = "" if spec.ready_of is None else ": give max_frames_per_traj to the AsyncEnvPool itself"
             raise UsageError(f"max_frames_per_traj resets single lanes, which this env cannot do{where}")
         super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {key}))
-        self._at = len(spec.observation)  # our leaf's index in a row; wrappers around this one append theirs behind it
+        self._count_leaf = len(spec.observation)  # in a row; wrappers around this one append their leaves
         self._count = np.zeros(spec.lanes, np.int64)
-        self._skips = spec.rows != "whole"
+        self._skips_rows = spec.rows != "whole"
         places = {key: n for n, key in enumerate(spec.observation)}
         groups = [key[:-1] for key in places if len(key) > 1 and key[-1] == "truncated"]
         self._groups = [(places[(*group, "truncated")], places[(*group, "done")]) for group in groups]
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        self._env.reset(lanes, into[: self._at], seeds)
+        self._env.reset(lanes, into[: self._count_leaf], seeds)
         self._count[list(lanes)] = 0
-        into[self._at][list(lanes)] = 0
+        into[self._count_leaf][list(lanes)] = 0
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         ended = self._env.step(lanes, row)
         count = self._count
-        if row.mask is not None and self._skips:  # only frames count
+        if row.mask is not None and self._skips_rows:  # only frames count
             count[[lane for lane in lanes if row.mask[lane]]] += 1
         elif ended and self._env.tells_cuts:  # a lane that ended without being done has failed, and made no frame
             count[[lane for lane in lanes if row.done[lane] or lane not in ended]] += 1
@@ -58,7 +58,7 @@ class StepLimit(Wrapped):
             count += 1
         else:
             count[list(lanes)] += 1
-        row.next[self._at][:, 0] = count
+        row.next[self._count_leaf][:, 0] = count
         over = count >= self._limit
         if over.any():
             for lane in np.flatnonzero(over).tolist():

@@ -16,8 +16,8 @@ import gymnasium as gym
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 UNDRAWN = object()  # stands for the observation of a step whose screen was not drawn
-_DRAWS = "_get_obs"
-_PASS_ON = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # after their checks these do not read observations
+_SCREEN_METHOD = "_get_obs"
+_PASSIVE = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # after their checks these do not read observations
 
 
 def undrawn_step(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -26,27 +26,27 @@ def undrawn_step(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callable
     The screen is left out only if `env` is one of ale_py's own games and no wrapper around it could read observations.
     """
     inner: Any = env
-    while type(inner) in _PASS_ON:
+    while type(inner) in _PASSIVE:
         inner = inner.env
     kind = type(inner)
     if kind.__name__ != "AtariEnv" or not kind.__module__.startswith("ale_py."):
         return step
-    if any(getattr(vars(kind).get(name), "__module__", None) != kind.__module__ for name in ("step", _DRAWS)):
+    if any(getattr(vars(kind).get(name), "__module__", None) != kind.__module__ for name in ("step", _SCREEN_METHOD)):
         return step  # a method was replaced, or this version of ale_py lacks it
     game = inner
 
     def undrawn(action: Any) -> Any:
         held = vars(game)
-        if _DRAWS in held or "step" in held:  # the user has replaced a method of this object
+        if _SCREEN_METHOD in held or "step" in held:  # the user has replaced a method of this object
             return step(action)
         try:
-            held[_DRAWS] = _nothing
+            held[_SCREEN_METHOD] = _no_screen
             return step(action)
         finally:
-            held.pop(_DRAWS, None)
+            held.pop(_SCREEN_METHOD, None)
 
     return undrawn
 
 
-def _nothing() -> object:
+def _no_screen() -> object:
     return UNDRAWN

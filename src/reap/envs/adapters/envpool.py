@@ -37,7 +37,7 @@ class EnvPoolLanes(Env):
     def __init__(self, env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> None:
         self.env = env
         self._count = int(env.spec.config.num_envs)
-        self._every = np.arange(self._count)
+        self._lane_ids = np.arange(self._count)
         self._observations = Observations(env.observation_space, categorical=categorical)
         self._actions = Actions(env.action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
@@ -91,17 +91,17 @@ class EnvPoolLanes(Env):
         if not done.any():
             return []
         row.terminated[at], row.truncated[at], row.done[at] = terminated, truncated, done
-        return sorted(self._every[at][done].tolist())
+        return sorted(self._lane_ids[at][done].tolist())
 
     def _write(self, observation: Any, info: Mapping[str, Any], arrays: Rows) -> Any:
         """Write the pool's answer, and return the lanes it holds: a slice if these are all lanes in order."""
         ids = info["env_id"]
-        whole = len(ids) == self._count and bool((ids == self._every).all())
+        whole = len(ids) == self._count and bool((ids == self._lane_ids).all())
         at: Any = slice(None) if whole else ids
-        self._put(observation, info, arrays, at, len(ids))
+        self._write_rows(observation, info, arrays, at, len(ids))
         return at
 
-    def _put(self, observation: Any, info: Mapping[str, Any], arrays: Rows, at: Any, count: int) -> None:
+    def _write_rows(self, observation: Any, info: Mapping[str, Any], arrays: Rows, at: Any, count: int) -> None:
         self._observations.write_batch(observation, arrays, at, count)
         first = len(self._observations.leaves)
         for array, (key, leaf) in zip(arrays[first:], self._info.items()):
@@ -121,7 +121,7 @@ class EnvPoolReady(EnvPoolLanes):
         self._lanes, self._count = self._count, int(env.spec.config.batch_size)  # a row holds one batch of answers
         own = self.spec
         check_names(own, {LANE_AT})
-        self._lane = len(own.observation)
+        self._lane_leaf = len(own.observation)
         self.spec = dataclasses.replace(
             own,
             observation={**own.observation, LANE_AT: Leaf((), torch.int64)},
@@ -132,14 +132,14 @@ class EnvPoolReady(EnvPoolLanes):
             single_resets=False,
             side=own.side | {LANE_AT},
         )
-        self._over = np.zeros(self._lanes, bool)  # lanes whose next answer is that of a reset
+        self._reset_next = np.zeros(self._lanes, bool)  # lanes whose next answer is that of a reset
         self._in_hand: np.ndarray[Any, Any] = np.arange(self._lanes, dtype=np.int32)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         """Reset all lanes, and write the first batch that is ready to `into`."""
         try:
             if seeds is None:
-                self._gather()
+                self._await_all()
             else:
                 self._seed(seeds)
             self.env.async_reset()
@@ -147,10 +147,10 @@ class EnvPoolReady(EnvPoolLanes):
         except Exception as cause:
             reraise("env.reset", cause)
         self._receive(observation, info, into)
-        self._over[:] = True  # the next answer of the other lanes is their reset
-        self._over[self._in_hand] = False
+        self._reset_next[:] = True  # the next answer of the other lanes is their reset
+        self._reset_next[self._in_hand] = False
 
-    def _gather(self) -> None:
+    def _await_all(self) -> None:
         """Wait until every lane has answered. If too few are away to fill a batch, step some others again."""
         while away := self._lanes - len(self._in_hand):
             again = max(self._count - away, 0)
@@ -167,19 +167,19 @@ class EnvPoolReady(EnvPoolLanes):
             row.reward[:] = reward
         except Exception as cause:
             reraise("env.step", cause)
-        began = self._over[self._in_hand]
+        began = self._reset_next[self._in_hand]
         assert row.mask is not None
         row.mask[began] = False
         done = (terminated | truncated) & ~began
-        self._over[self._in_hand] = done
+        self._reset_next[self._in_hand] = done
         if done.any():
             row.terminated[:], row.truncated[:], row.done[:] = terminated & done, truncated & done, done
         return []  # the loop must reset no lane: the pool does
 
     def _receive(self, observation: Any, info: Mapping[str, Any], arrays: Rows) -> None:
         self._in_hand = np.array(info["env_id"], np.int32)
-        self._put(observation, info, arrays, slice(None), self._count)
-        arrays[self._lane][:] = self._in_hand
+        self._write_rows(observation, info, arrays, slice(None), self._count)
+        arrays[self._lane_leaf][:] = self._in_hand
 
 
 def envpool_lanes(env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> EnvPoolLanes:

@@ -53,14 +53,14 @@ class GymLanes(Env):
         self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
         self._truncates = truncates
         first = self.envs[0]
-        seen, acted = (checked_space(first, what) for what in ("observation_space", "action_space"))
+        observation_space, action_space = (checked_space(first, what) for what in ("observation_space", "action_space"))
         for lane, env in enumerate(self.envs[1:], 1):
             for what in ("observation_space", "action_space"):
                 mine, theirs = getattr(first, what), checked_space(env, what)
                 if mine != theirs:
                     raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
-        self._observations = Observations(seen, categorical=categorical, loose=True)
-        self._actions = Actions(acted, categorical=categorical)
+        self._observations = Observations(observation_space, categorical=categorical, loose=True)
+        self._actions = Actions(action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves, first)
         self._info_at = len(self._observations.leaves)
         self.spec = EnvSpec(
@@ -71,22 +71,22 @@ class GymLanes(Env):
             side=frozenset(self._info),
         )
         self._steps: list[Callable[[Any], Any]] = [noting_actions(env, env.step) for env in self.envs]
-        self._unseen = [*self._steps]  # steps for when the observations are not read
+        self._unseen_steps = [*self._steps]  # steps for when the observations are not read
         self.checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still check their steps
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
-        self._at: Any = [-1]
+        self._current_lane: Any = [-1]
         self.remake: Callable[[int], gym.Env[Any, Any]] | None = None  # makes the env of a lane again, if known how
-        self._replace: Callable[..., Any] | None = None  # set by `rebuild_lanes`: what to do about an env that raised
-        self._rebuilt = 0
+        self._on_failure: Callable[..., Any] | None = None  # decides about an env that raised, if set
+        self._rebuild_count = 0
         self._last_seeds: dict[int, int] = {}  # by lane, of the lanes that were seeded
 
     def report_lane(self, memory: Any) -> None:
-        self._at = memory
+        self._current_lane = memory
 
     def wrap_first(self, wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]) -> None:
         """Put a wrapper around the env of the first lane, before any lane is stepped."""
         env = self.envs[0] = wrapper(self.envs[0])
-        self._steps[0] = self._unseen[0] = noting_actions(env, env.step)
+        self._steps[0] = self._unseen_steps[0] = noting_actions(env, env.step)
         self.checked.add(0)
 
     def joined(self, others: Sequence[GymLanes]) -> GymLanes:
@@ -112,14 +112,14 @@ class GymLanes(Env):
         i, lane, found = 0, 0, None
         try:
             for i, lane in enumerate(lanes):
-                self._at[0], found = lane, None
+                self._current_lane[0], found = lane, None
                 env = self.envs[lane]
                 found = env.reset() if seeds is None else env.reset(seed=seeds[i])
                 if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict unpacks to its keys
                     raise _not_a_reset(found)
                 observation, info = found
                 if lane in self.checked:
-                    self._uncheck(lane)
+                    self._skip_checks(lane)
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     into[0][lane] = observation
                 else:
@@ -129,31 +129,31 @@ class GymLanes(Env):
         except Exception as cause:
             wrong = isinstance(found, (tuple, list)) and len(found) != 2
             error = as_raised("env.reset raised", _not_a_reset(found) if wrong else cause).at(lane=lane)
-            if self._replace is None:
+            if self._on_failure is None:
                 raise error from error.__cause__
-            self._rebuild(lane, error, into)
+            self._replace_env(lane, error, into)
             self.reset(list(lanes)[i + 1 :], into, None if seeds is None else list(seeds)[i + 1 :])
-        self._at[0] = -1
+        self._current_lane[0] = -1
 
     def leave_out_checks(self) -> None:
         """Skip Gymnasium's checks in lanes that have passed them, also if another library made the steps so far."""
         for lane in [*self.checked]:
-            self._uncheck(lane)
+            self._skip_checks(lane)
 
-    def _uncheck(self, lane: int) -> None:
+    def _skip_checks(self, lane: int) -> None:
         env = self.envs[lane]
         step = unchecked_step(env)
         if step is not None:
             self._steps[lane] = noting_actions(env, step)
-            self._unseen[lane] = noting_actions(env, undrawn_step(env, step))
+            self._unseen_steps[lane] = noting_actions(env, undrawn_step(env, step))
             self.checked.remove(lane)
 
     def step(self, lanes: Sequence[int], row: Row, *, unseen: bool = False) -> list[int]:
         """Step the lanes. With `unseen`, the observations are not read and may be left out."""
         actions = self._decode(*row.action)
-        steps = self._unseen if unseen else self._steps
+        steps = self._unseen_steps if unseen else self._steps
         write, successors, reward = self._observations.write, row.next, row.reward
-        first, infos, at = successors[0], self._info, self._at
+        first, infos, at = successors[0], self._info, self._current_lane
         shape, dtype = self._observations.plain
         ended: list[int] = []
         lane = 0
@@ -178,14 +178,14 @@ class GymLanes(Env):
                     row.terminated[lane], row.truncated[lane], row.done[lane] = terminated, truncated, True
                     ended += [lane]
         except Exception as cause:
-            inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
-            what = "env.step raised" if inside else "what env.step returned cannot be read:"
-            if not inside and "unpack" in str(cause):
+            raised_inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
+            what = "env.step raised" if raised_inside else "what env.step returned cannot be read:"
+            if not raised_inside and "unpack" in str(cause):
                 what = f"env.step must return (observation, reward, terminated, truncated, info); {what}"
             error = as_raised(what, cause).at(lane=lane)
-            if self._replace is None:
+            if self._on_failure is None:
                 raise error from error.__cause__
-            self._rebuild(lane, error)
+            self._replace_env(lane, error)
             ended = [*ended, lane, *self._step_rest(lane, lanes, row)]
         at[0] = -1
         return ended
@@ -195,11 +195,11 @@ class GymLanes(Env):
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         if self.remake is None or any(leaf.loose for leaf in self.spec.observation.values()):
             return False
-        self._replace, self.tells_cuts = replace, True
+        self._on_failure, self.tells_cuts = replace, True
         return True
 
     def restarts(self) -> int:
-        return self._rebuilt
+        return self._rebuild_count
 
     def _step_rest(self, lane: int, lanes: Sequence[int], row: Row) -> list[int]:
         """Mark that `lane` has made no frame, and step the lanes that come after it."""
@@ -207,9 +207,9 @@ class GymLanes(Env):
         rest = list(lanes)[list(lanes).index(lane) + 1 :]
         return self.step(rest, row) if rest else []
 
-    def _rebuild(self, lane: int, error: ReapError, into: Rows | None = None) -> None:
+    def _replace_env(self, lane: int, error: ReapError, into: Rows | None = None) -> None:
         """Replace the env of a lane that raised. With `into`, also write the first observation of a new episode."""
-        remake, replace = self.remake, self._replace
+        remake, replace = self.remake, self._on_failure
         assert remake is not None
         assert replace is not None
         with contextlib.suppress(Exception):  # the env has failed already
@@ -224,15 +224,15 @@ class GymLanes(Env):
                         raise SpecMismatch(f"lane {lane} was made anew, and has {what} {theirs} in place of {mine}")
                 seed = self._last_seeds.get(lane)
                 if seed is not None:
-                    return new, new.reset(seed=restart_seed(seed, self._rebuilt + 1))
+                    return new, new.reset(seed=restart_seed(seed, self._rebuild_count + 1))
                 return new, None if into is None else new.reset()
             except Exception as cause:
                 again = as_raised("making the env of the lane anew raised", cause).at(lane=lane)
                 raise again from again.__cause__
 
         self.envs[lane], first = replace(lane, error, made)
-        self._rebuilt += 1
-        self._steps[lane] = self._unseen[lane] = noting_actions(self.envs[lane], self.envs[lane].step)
+        self._rebuild_count += 1
+        self._steps[lane] = self._unseen_steps[lane] = noting_actions(self.envs[lane], self.envs[lane].step)
         self.checked.add(lane)
         if into is not None:
             observation, info = first
@@ -253,9 +253,9 @@ class GymLanes(Env):
     def load_lane_state(self, lane: int, state: Any) -> None:
         env = self.envs[lane]
         restore_env(state, env)
-        self._steps[lane] = self._unseen[lane] = noting_actions(env, env.step)
+        self._steps[lane] = self._unseen_steps[lane] = noting_actions(env, env.step)
         self.checked.add(lane)
-        self._uncheck(lane)
+        self._skip_checks(lane)
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):

@@ -25,7 +25,7 @@ from reap.core.resume import CannotResume, Packed, has_own_state, packed, unpack
 from reap.errors import CorruptState
 
 _OWN, _PICKLED = "own", "pickled"
-_SURELY = 64  # times an action is sent to an emulator that may repeat the previous action each time
+_REPEATS = 64  # times an action is sent to an emulator that may repeat the previous action each time
 
 
 def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Packed]:
@@ -56,8 +56,8 @@ def restore_env(state: tuple[str, Packed], env: Any) -> None:
         one.__dict__ = other.__dict__  # the same dict object: something inside may refer to its env
     for outer, inner in itertools.pairwise(mine):
         vars(outer)["env"] = inner
-    if reader.emulated is not None:
-        _emulate(env.unwrapped, reader.emulated)
+    if reader.emulator_state is not None:
+        _restore_emulator(env.unwrapped, reader.emulator_state)
 
 
 def _layers(env: Any) -> Iterator[Any]:
@@ -79,7 +79,7 @@ def saved_vector_env(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
         )
     inside = [saved_env(one, lane) for lane, one in enumerate(getattr(base, "envs", ()))]
     try:
-        held = [packed(_held(layer), _dumps) for layer in _layers(env)]
+        held = [packed(_own_attributes(layer), _dumps) for layer in _layers(env)]
     except Exception as cause:
         raise _not_pickled(base, cause) from cause
     return {"envs": inside, "layers": held, "kinds": [type(layer).__name__ for layer in _layers(env)]}
@@ -99,7 +99,7 @@ def restore_vector_env(state: Mapping[str, Any], env: VectorEnv[Any, Any, Any]) 
         vars(layer).update(unpacked(held))
 
 
-def _held(layer: Any) -> dict[str, Any]:
+def _own_attributes(layer: Any) -> dict[str, Any]:
     """Return the attributes of one layer of a vector env, without the envs inside it."""
     return {name: value for name, value in vars(layer).items() if name not in ("env", "envs", "env_fns")}
 
@@ -153,21 +153,21 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, env: Any) -> None:
         super().__init__(file)
         self._env = env
-        self.emulated: Any = None
+        self.emulator_state: Any = None
 
     def persistent_load(self, name: Any) -> Any:
-        """Return the emulator of the env being restored, and keep the saved one's state in `emulated` for later."""
-        self.emulated = name[1]
+        """Return the emulator of the env being restored, and keep the saved state in `emulator_state` for later."""
+        self.emulator_state = name[1]
         return self._env.unwrapped.ale
 
 
-def _emulate(game: Any, state: Any) -> None:
+def _restore_emulator(game: Any, state: Any) -> None:
     """Restore an emulator's state. Its last action is not part of that state, so it is played first."""
     game.ale.reset_game()
     action: Any = getattr(game, "last_action", None)
     least, all_of_them = game.ale.getMinimalActionSet(), game.ale.getLegalActionSet()
     actions = least if game.action_space.n == len(least) else all_of_them
-    for _ in range(0 if action is None else _SURELY):
+    for _ in range(0 if action is None else _REPEATS):
         game.ale.act(actions[int(action)])
     game.ale.restoreSystemState(state)
 

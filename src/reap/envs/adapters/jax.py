@@ -84,7 +84,7 @@ class JaxBatch:
         wanted = self.single_action_space
         self._action_dtype = torch.int32 if isinstance(wanted, gym.spaces.Discrete) else torch_dtype(wanted.dtype)
 
-        def look(observation: Any) -> list[Any]:
+        def batch_leaves(observation: Any) -> list[Any]:
             """Return one lane's leaves in the form they have in a batch."""
             found = []
             for path, leaf in self._leaves:
@@ -96,30 +96,31 @@ class JaxBatch:
                 found.append((value.astype(jnp.int8) if value.dtype == bool else value).reshape(leaf.shape))
             return found
 
-        def moment(key: Any, episode: Any, t: Any) -> Any:
+        def step_key(key: Any, episode: Any, t: Any) -> Any:
             return jax.random.fold_in(jax.random.fold_in(key, episode), t)
 
-        def begin(mask: Any, key: Any, episode: Any) -> tuple[Any, ...]:
+        def reset_lane(mask: Any, key: Any, episode: Any) -> tuple[Any, ...]:
             episode = episode + mask
-            observation, state = reset(moment(key, episode, 0))
-            return look(observation), episode, (jnp.int32(0), state)
+            observation, state = reset(step_key(key, episode, 0))
+            return batch_leaves(observation), episode, (jnp.int32(0), state)
 
-        def go(key: Any, episode: Any, run: Any, action: Any) -> tuple[Any, ...]:
+        def step_lane(key: Any, episode: Any, run: Any, action: Any) -> tuple[Any, ...]:
             t, state = run
             t = t + 1
             observation, state, reward, terminated, truncated = step(
-                moment(key, episode, t), state, action.reshape(wanted.shape)
+                step_key(key, episode, t), state, action.reshape(wanted.shape)
             )
             flags = (jnp.asarray(x).reshape(()).astype(bool) for x in (terminated, truncated))
-            return look(observation), (t, state), jnp.asarray(reward, jnp.float32).reshape(()), *flags
+            return batch_leaves(observation), (t, state), jnp.asarray(reward, jnp.float32).reshape(()), *flags
 
-        def choose(mask: Any, new: Any, old: Any) -> Any:
+        def select(mask: Any, new: Any, old: Any) -> Any:
             def leaf(a: Any, b: Any) -> Any:
                 return jnp.where(mask.reshape(-1, *(1,) * (jnp.ndim(a) - 1)), a, b)
 
             return jax.tree.map(leaf, new, old)
 
-        self._begin, self._go, self._choose = jax.jit(jax.vmap(begin)), jax.jit(jax.vmap(go)), jax.jit(choose)
+        self._reset_lanes, self._step_lanes = jax.jit(jax.vmap(reset_lane)), jax.jit(jax.vmap(step_lane))
+        self._select = jax.jit(select)
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int]) -> None:
         """Give `lanes` new keys, and count their episodes from 0 again."""
@@ -131,16 +132,16 @@ class JaxBatch:
     def reset(self, mask: Tensor) -> Any:
         """Begin new episodes where `mask` is True, and return the observations of all lanes."""
         begun = self._jax.numpy.from_dlpack(mask)
-        observation, self._episode, run = self._begin(begun, self._keys, self._episode)
-        self._run = run if self._run is None else self._choose(begun, run, self._run)
-        return self._show(observation)
+        observation, self._episode, run = self._reset_lanes(begun, self._keys, self._episode)
+        self._run = run if self._run is None else self._select(begun, run, self._run)
+        return self._to_torch(observation)
 
     def step(self, action: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Step every lane, and return observation, reward, terminated and truncated."""
         given = self._jax.numpy.from_dlpack(action.to(self._action_dtype).contiguous())
-        observation, self._run, *rest = self._go(self._keys, self._episode, self._run, given)
+        observation, self._run, *rest = self._step_lanes(self._keys, self._episode, self._run, given)
         reward, terminated, truncated = map(from_dlpack, rest)
-        return self._show(observation), reward, terminated, truncated
+        return self._to_torch(observation), reward, terminated, truncated
 
     def get_state(self) -> list[tuple[str, list[int], Tensor]]:
         """Return keys, episode numbers and env states of all lanes, each array as its dtype, shape and bytes."""
@@ -166,7 +167,7 @@ class JaxBatch:
         ]
         self._keys, self._episode, self._run = tree.unflatten(structure, arrays)
 
-    def _show(self, observation: list[Any]) -> Any:
+    def _to_torch(self, observation: list[Any]) -> Any:
         shown: Any = {}
         for (path, leaf), value in zip(self._leaves, observation):
             tensor = from_dlpack(value).to(leaf.dtype)  # jax has no int64 by default
@@ -181,19 +182,21 @@ class JaxBatch:
 
 def _gymnax(env: Any, params: Any) -> tuple[Reset, Step, Any]:
     limit = getattr(params, "max_steps_in_episode", None)
-    told = hasattr(env, "is_truncated")
-    natural = hasattr(env, "is_terminal") and hasattr(params, "replace") and limit is not None and not told
-    unlimited = params.replace(max_steps_in_episode=np.iinfo(np.int32).max) if natural else params
+    has_truncated = hasattr(env, "is_truncated")
+    asks_env = hasattr(env, "is_terminal") and hasattr(params, "replace") and limit is not None and not has_truncated
+    unlimited = params.replace(max_steps_in_episode=np.iinfo(np.int32).max) if asks_env else params
 
     def step(key: Any, state: Any, action: Any) -> tuple[Any, Any, Any, Any, Any]:
         observation, state, reward, done, _ = env.step_env(key, state, action, params)
-        if told:
+        if has_truncated:
             return observation, state, reward, done, env.is_truncated(state, params)
         if limit is None or not hasattr(state, "time"):
             return observation, state, reward, done, False
-        late = done & (state.time >= limit)
-        over = done & ~late
-        return observation, state, reward, (over | late & env.is_terminal(state, unlimited)) if natural else over, late
+        at_limit = done & (state.time >= limit)
+        over = done & ~at_limit
+        if asks_env:
+            over = over | at_limit & env.is_terminal(state, unlimited)
+        return observation, state, reward, over, at_limit
 
     return lambda key: env.reset_env(key, params), step, env.action_space(params)
 

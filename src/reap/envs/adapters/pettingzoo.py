@@ -36,7 +36,7 @@ class _Present(NamedTuple):
     names: list[str]
     numbers: list[int]
     at: Any  # the numbers as an index into a column; a slice if they are consecutive
-    among: frozenset[int]  # the numbers, to compare with those of another step
+    number_set: frozenset[int]  # the numbers, to compare with those of another step
 
 
 class _World(Agents):
@@ -61,17 +61,17 @@ class _World(Agents):
         except Exception as cause:
             raise raised_by("env.step raised", cause) from cause
 
-    def check_flags(self, left: Iterable[int], over: Mapping[str, Any], cut: Mapping[str, Any]) -> None:
+    def check_flags(self, left: Iterable[int], terminations: Mapping[str, Any], truncations: Mapping[str, Any]) -> None:
         """Raise SpecMismatch if an agent in `left` was neither terminated nor truncated."""
         for name in [self.names[i] for i in left]:
-            if not over.get(name, False) and not cut.get(name, False):
+            if not terminations.get(name, False) and not truncations.get(name, False):
                 raise SpecMismatch(
                     f"agent {name!r} has left env.agents, but the env says neither terminated nor truncated of it"
                 )
 
-    def is_over(self, over: Mapping[str, Any], cut: Mapping[str, Any]) -> bool:
+    def is_over(self, terminations: Mapping[str, Any], truncations: Mapping[str, Any]) -> bool:
         """Whether no agent goes on after this step: all have left, or it ended every agent that is still listed."""
-        return all(over.get(name, False) or cut.get(name, False) for name in self.present.names)
+        return all(terminations.get(name, False) or truncations.get(name, False) for name in self.present.names)
 
     @property
     def present(self) -> _Present:
@@ -118,7 +118,7 @@ class GroupLanes(Env):
         )
         self._leaves = len(self._observations.leaves)
         self._group = group
-        self._left: list[tuple[int, frozenset[int]]] = []  # in this step: lane, and the agents that left it
+        self._departed: list[tuple[int, frozenset[int]]] = []  # in this step: lane, and the agents that left it
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
 
     @property
@@ -144,11 +144,11 @@ class GroupLanes(Env):
         for i, lane in enumerate(lanes):
             world = self._worlds[lane]
             try:
-                seen = world.reset(None if seeds is None else int(seeds[i]))
+                observations = world.reset(None if seeds is None else int(seeds[i]))
                 for array in into[: self._leaves + 4]:
                     array[lane] = 0
                 present = world.present
-                self._write(seen, world, present, into, lane)
+                self._write(observations, world, present, into, lane)
                 into[self._leaves + 3][lane, present.at] = True
             except ReapError as error:
                 error.at(lane=lane)
@@ -158,40 +158,42 @@ class GroupLanes(Env):
         ended = []
         done, terminated, truncated, mask = row.next[self._leaves : self._leaves + 4]
         (reward,) = row.rewards
-        self._left.clear()
+        self._departed.clear()
         count = len(self._worlds[0].names)
         for lane in lanes:
             world = self._worlds[lane]
             try:
                 acting = world.present
                 names, _, at, _ = acting
-                seen, earned, over, cut = world.step(acting, self._decode(*[a[lane] for a in row.action]))
-                if len(seen) < count:
+                actions = self._decode(*[array[lane] for array in row.action])
+                observations, rewards, terminations, truncations = world.step(acting, actions)
+                if len(observations) < count:
                     for array in row.next[: self._leaves]:
                         array[lane] = 0
-                self._write(seen, world, acting, row.next, lane)
+                self._write(observations, world, acting, row.next, lane)
                 # There may be many agents: write once per column, not per agent, and not at all if nothing happened.
                 terminated[lane] = truncated[lane] = mask[lane] = done[lane] = False
                 if len(names) < count:
                     reward[lane] = 0
                     done[lane] = True  # absent agents count as done
                     done[lane, at] = False
-                _put_numbers(reward[lane], at, _in_order(earned, names, 0.0))
-                some_over, some_cut = any(over.values()), any(cut.values())
-                if some_over:
-                    terminated[lane, at, 0] = done[lane, at, 0] = _in_order(over, names, False)
-                if some_cut:
-                    truncated[lane, at, 0] = _in_order(cut, names, False)
+                _put_numbers(reward[lane], at, _in_order(rewards, names, 0.0))
+                any_terminated, any_truncated = any(terminations.values()), any(truncations.values())
+                if any_terminated:
+                    terminated[lane, at, 0] = done[lane, at, 0] = _in_order(terminations, names, False)
+                if any_truncated:
+                    truncated[lane, at, 0] = _in_order(truncations, names, False)
                     done[lane, at] |= truncated[lane, at]
                 alive = world.present
                 mask[lane, alive.at] = True
                 if alive is not acting:
-                    for back in alive.among - acting.among:
+                    for back in alive.number_set - acting.number_set:
                         done[lane, back] = False
-                    left = acting.among - alive.among
-                    world.check_flags(left, over, cut)
-                    self._left.append((lane, left))
-                ends = not alive.names or ((some_over or some_cut) and world.is_over(over, cut))
+                    left = acting.number_set - alive.number_set
+                    world.check_flags(left, terminations, truncations)
+                    self._departed.append((lane, left))
+                some_ended = any_terminated or any_truncated
+                ends = not alive.names or (some_ended and world.is_over(terminations, truncations))
                 if ends:
                     mask[lane] = False  # even if the env still lists agents that have ended
             except ReapError as error:
@@ -205,16 +207,18 @@ class GroupLanes(Env):
         return ended
 
     def after_step(self, row: Row) -> None:
-        for lane, agents in self._left:
+        for lane, agents in self._departed:
             for array in row.after[: self._leaves]:
                 for agent in agents:
                     array[lane, agent] = 0  # an agent that left has no current observation any more
 
-    def _write(self, seen: Mapping[str, Any], world: _World, present: _Present, arrays: Rows, lane: int) -> None:
+    def _write(
+        self, observations: Mapping[str, Any], world: _World, present: _Present, arrays: Rows, lane: int
+    ) -> None:
         names, _, at, _ = present
         shape, dtype = self._observations.plain
-        if shape and at.__class__ is slice and names and list(seen) == names:  # consecutive and in order: one write
-            values = list(seen.values())
+        if shape and at.__class__ is slice and names and list(observations) == names:  # in order: one write
+            values = list(observations.values())
             try:
                 if [value.shape for value in values].count(shape) == len(values):
                     np.concatenate(values, out=arrays[0][lane, at].reshape(-1, *shape[1:]), casting="no")
@@ -223,7 +227,7 @@ class GroupLanes(Env):
                 pass  # not all are arrays, or a dtype differs: one by one
         views = [array[lane] for array in arrays[: self._leaves]]
         index, write, only = world.index, self._observations.write, views[0]
-        for name, observation in seen.items():
+        for name, observation in observations.items():
             if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                 only[index[name]] = observation
             else:
@@ -282,7 +286,7 @@ class AgentLanes(Env):
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         world = self._world
         whole = seeds is not None or len(lanes) == self.spec.lanes
-        alive = world.present.among
+        alive = world.present.number_set
         if alive and not whole and not self._over:
             # Other agents go on: a lane that ended waits and observes zeros, unless its agent is back already.
             for lane in lanes:
@@ -290,33 +294,33 @@ class AgentLanes(Env):
                     for array in into:
                         array[lane] = 0
             return
-        seen = world.reset(None if seeds is None else int(seeds[0]))
+        observations = world.reset(None if seeds is None else int(seeds[0]))
         self._over = False
         for array in into[: len(self._observations.leaves)]:
             array[...] = 0
-        for name, observation in seen.items():
+        for name, observation in observations.items():
             self._observations.write(observation, into, world.index[name])
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         world = self._world
         acting = world.present
-        seen, earned, over, cut = world.step(acting, self._decode(*row.action))
+        observations, rewards, terminations, truncations = world.step(acting, self._decode(*row.action))
         for array in row.next[: len(self._observations.leaves)]:
             array[...] = 0
-        for name, observation in seen.items():
+        for name, observation in observations.items():
             self._observations.write(observation, row.next, world.index[name])
         row.reward[...] = 0
         row.mask[...] = False  # type: ignore[index]
         ended = []
         for name, i in zip(acting.names, acting.numbers):
             row.mask[i] = True  # type: ignore[index]
-            row.reward[i] = earned.get(name, 0.0)
-            terminated, truncated = over.get(name, False), cut.get(name, False)
+            row.reward[i] = rewards.get(name, 0.0)
+            terminated, truncated = terminations.get(name, False), truncations.get(name, False)
             if terminated or truncated:
                 row.terminated[i], row.truncated[i], row.done[i] = terminated, truncated, True
                 ended.append(i)
-        world.check_flags(acting.among - world.present.among, over, cut)
-        self._over = bool(ended) and world.is_over(over, cut)
+        world.check_flags(acting.number_set - world.present.number_set, terminations, truncations)
+        self._over = bool(ended) and world.is_over(terminations, truncations)
         return ended
 
     def open_state(self) -> Any:

@@ -67,13 +67,13 @@ class PufferLanes(Env):
         if lost_finals not in ("error", "repeat"):
             raise WrongArgument(f"lost_finals must be 'error' or 'repeat', got {lost_finals!r}")
         self.env = env
-        self._auto = bool(getattr(env, "autoreset", True))
-        if self._auto and lost_finals == "error":
+        self._autoreset = bool(getattr(env, "autoreset", True))
+        if self._autoreset and lost_finals == "error":
             raise UsageError(
                 f"{name} resets inside step, and the last observation of an episode is lost; give it autoreset = False "
                 f"and reset_lanes(mask), or accept repeated ones: PufferLibEnv(env, lost_finals='repeat')"
             )
-        if not self._auto and not callable(getattr(env, "reset_lanes", None)):
+        if not self._autoreset and not callable(getattr(env, "reset_lanes", None)):
             raise UsageError(f"{name} has autoreset = False but no reset_lanes(mask) to begin new episodes with")
         self._count = int(env.num_agents)
         self._observations = Observations(env.single_observation_space, categorical=categorical)
@@ -83,23 +83,23 @@ class PufferLanes(Env):
             raise UsageError(f"{name}'s observations must be a Box with a shape, not {env.single_observation_space}")
         self._decode: Callable[..., Any] = self._actions.decoder(self._actions.leaves, batch=True)
         self._bind: Callable[..., None] | None = getattr(env, "bind", self._assign if rebind else None)
-        self._own = (
+        self._own_buffers = (
             np.full((self._count, *shape, np.dtype(dtype).itemsize), _UNTOUCHED, np.uint8).view(dtype)[..., 0],
             np.zeros(self._count, np.float32),
             np.zeros(self._count, np.bool_),
             np.zeros(self._count, np.bool_),
         )
         self._seed, self._started, self._closed = fresh_seed(), False, False
-        self._last = np.zeros((self._count, *shape), dtype)  # the last observations; used only if finals are lost
-        self._begun: set[int] = set()  # lanes that the env reset in its last step
-        marks = {LOST: Leaf((1,), torch.bool)} if self._auto else {}
+        self._last_observations = np.zeros((self._count, *shape), dtype)  # used only if finals are lost
+        self._reset_by_env: set[int] = set()  # lanes that the env reset in its last step
+        marks = {LOST: Leaf((1,), torch.bool)} if self._autoreset else {}
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **marks},
             action=self._actions.leaves,
             lanes=self._count,
             batched=True,
             single_steps=False,
-            single_resets=not self._auto,
+            single_resets=not self._autoreset,
             side=frozenset(marks),
         )
 
@@ -110,12 +110,12 @@ class PufferLanes(Env):
         chosen = list(lanes)
         every = len(chosen) == self._count
         try:
-            if seeds is None and self._begun.issuperset(chosen):
-                into[0][chosen] = self._last[chosen]
+            if seeds is None and self._reset_by_env.issuperset(chosen):
+                into[0][chosen] = self._last_observations[chosen]
             else:
-                if every and (self._auto or seeds is not None or not self._started):
+                if every and (self._autoreset or seeds is not None or not self._started):
                     self._reset_all(seeds)
-                elif not self._auto:
+                elif not self._autoreset:
                     mask = np.zeros(self._count, np.bool_)
                     mask[chosen] = True
                     self.env.reset_lanes(mask)
@@ -124,18 +124,18 @@ class PufferLanes(Env):
                 self._observations.write_batch(self.env.observations, into[:1], slice(None) if every else chosen)
         except Exception as cause:
             reraise("env.reset", cause)
-        if self._auto:
+        if self._autoreset:
             into[1][chosen] = False
-            self._last[chosen] = into[0][chosen]
-            self._begun.difference_update(chosen)
+            self._last_observations[chosen] = into[0][chosen]
+            self._reset_by_env.difference_update(chosen)
 
     def _reset_all(self, seeds: Sequence[int] | None) -> None:
         if self._bind is not None and not self._started:
-            self._bind(*self._own)
+            self._bind(*self._own_buffers)
         # Always pass a seed: without one some of PufferLib's envs repeat the same random numbers.
         self._seed = next_seed(self._seed) if seeds is None else int(seeds[0])
         self.env.reset(self._seed % 2**31)
-        if self._bind is not None and not self._started and (self._own[0].view(np.uint8) == _UNTOUCHED).all():
+        if self._bind is not None and not self._started and (self._own_buffers[0].view(np.uint8) == _UNTOUCHED).all():
             raise UsageError(
                 f"{type(self.env).__name__} does not write into the buffers it is given later; leave out rebind"
             )
@@ -157,7 +157,7 @@ class PufferLanes(Env):
             reraise("env.step", cause)
         finally:
             if bind is not None:
-                bind(*self._own)
+                bind(*self._own_buffers)
         masks = getattr(self.env, "masks", None)
         if masks is not None and not masks.all():
             raise UsageError(
@@ -167,19 +167,19 @@ class PufferLanes(Env):
         ended: list[int] = np.flatnonzero(done).tolist()
         if ended:
             row.terminated[...], row.truncated[...], row.done[...] = terminated, truncated, done
-        if self._auto:
-            self._lose(ended, row)
+        if self._autoreset:
+            self._repeat_finals(ended, row)
         return ended
 
-    def _lose(self, ended: list[int], row: Row) -> None:
+    def _repeat_finals(self, ended: list[int], row: Row) -> None:
         """Keep the reset observations of ended lanes, put repeated ones into `row.next`, and mark the rows."""
         seen, lost = row.next[0], row.next[1]
-        repeated = self._last[ended]
-        self._last[...] = seen
+        repeated = self._last_observations[ended]
+        self._last_observations[...] = seen
         seen[ended] = repeated
         lost[...] = False
         lost[ended] = True
-        self._begun = set(ended)
+        self._reset_by_env = set(ended)
 
     def _assign(self, *buffers: np.ndarray[Any, Any]) -> None:
         for name, buffer in zip(BUFFERS, buffers):
@@ -192,14 +192,14 @@ class PufferLanes(Env):
                 f"{type(env).__name__} may keep its state in memory of its own, as PufferLib's envs do; give it "
                 f"get_state() and set_state(state) for its episodes to go on"
             )
-        own = [packed(array) for array in (self._last, *self._own)]
-        return {"env": packed(env.get_state()), "arrays": own, "seed": self._seed, "begun": sorted(self._begun)}
+        own = [packed(array) for array in (self._last_observations, *self._own_buffers)]
+        return {"env": packed(env.get_state()), "arrays": own, "seed": self._seed, "begun": sorted(self._reset_by_env)}
 
     def load_open_state(self, state: Any) -> None:
         self.env.set_state(unpacked(state["env"]))
-        for mine, kept in zip((self._last, *self._own), state["arrays"]):
+        for mine, kept in zip((self._last_observations, *self._own_buffers), state["arrays"]):
             mine[...] = unpacked(kept)
-        self._seed, self._begun, self._started = int(state["seed"]), set(state["begun"]), True
+        self._seed, self._reset_by_env, self._started = int(state["seed"]), set(state["begun"]), True
 
     def close(self) -> None:
         if not self._closed:  # C code frees its memory on every call

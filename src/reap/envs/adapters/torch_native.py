@@ -74,7 +74,7 @@ class TorchLanes(Env):
             batched=True,
             single_steps=False,
         )
-        self._scores, self._start = False, 0
+        self._takes_argmax, self._start = False, 0
         self.keeps_nothing = bool(getattr(env, "keeps_nothing", False))  # whether actions and masks need no copy
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -82,7 +82,7 @@ class TorchLanes(Env):
         ((key, own),) = self.spec.action.items()
         self._actions.decoder(action, batch=True)  # refuses actions that cannot be read
         discrete = isinstance(own.space, gym.spaces.Discrete)
-        self._scores = discrete and given.shape not in ((), (1,))
+        self._takes_argmax = discrete and given.shape not in ((), (1,))
         self._start = int(own.space.start) if isinstance(own.space, gym.spaces.Discrete) else 0
         if not discrete and given.shape != own.shape:
             raise SpecMismatch(f"policy writes {show(key)} as {given}, the env takes {own}")
@@ -119,14 +119,14 @@ class TorchLanes(Env):
             torch.from_numpy(row.terminated).copy_(terminated.reshape(self._count))
             torch.from_numpy(row.truncated).copy_(truncated.reshape(self._count))
         except Exception as cause:
-            self.blame(returned)
+            self.check_returned(returned)
             reraise("env.step", cause)
         torch.from_numpy(row.done).copy_(done)
         return done.nonzero().reshape(-1).tolist()
 
     def decoded(self, action: Tensor) -> Tensor:
         """Return the action in the form the env takes. It is a copy, unless the env has `keeps_nothing`."""
-        if self._scores:
+        if self._takes_argmax:
             action = action.argmax(-1)
         if self._start:
             return action + self._start
@@ -141,7 +141,7 @@ class TorchLanes(Env):
     def on_device(self) -> DeviceEnv | None:
         return None if self._device.type == "cpu" else DeviceTorchLanes(self)
 
-    def blame(self, returned: Any) -> None:
+    def check_returned(self, returned: Any) -> None:
         """Raise SpecMismatch if the result of `env.step` is malformed; it says what was returned and what should be."""
         if returned is _NOTHING:
             return
@@ -153,7 +153,7 @@ class TorchLanes(Env):
             tensor = isinstance(value, Tensor)
             if tensor and value.numel() == self._count and (name == "reward" or not value.is_floating_point()):
                 continue
-            got = _told(value) if tensor else f"a {type(value).__name__}"
+            got = _describe(value) if tensor else f"a {type(value).__name__}"
             raise SpecMismatch(f"env.step must return {wanted}; it returned {name} as {got}")
 
     def _tensors(self, observation: Any) -> list[tuple[Key, Tensor]]:
@@ -173,7 +173,7 @@ class TorchLanes(Env):
         if not isinstance(value, Tensor):
             raise SpecMismatch(f"env returned {show(key)} as a {type(value).__name__}, not as a tensor")
         if tuple(value.shape) != (self._count, *leaf.shape) or value.dtype is not leaf.dtype:
-            got = _told(value)
+            got = _describe(value)
             raise SpecMismatch(
                 f"env returned {show(key)} as {got}, its space says {leaf} for each of {self._count} lanes"
             )
@@ -185,7 +185,7 @@ class TorchLanes(Env):
             close()
 
 
-def _told(value: Tensor) -> str:
+def _describe(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
@@ -230,7 +230,7 @@ class DeviceTorchLanes(DeviceEnv):
             flags = (reward.reshape(count), terminated.reshape(count), truncated.reshape(count))
             torch_internals.copy_all(into, [*made, *flags])
         except Exception as cause:
-            self._lanes.blame(returned)
+            self._lanes.check_returned(returned)
             reraise("env.step", cause)
         torch.logical_or(row.terminated, row.truncated, out=row.done)
         return []

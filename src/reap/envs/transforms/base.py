@@ -38,8 +38,8 @@ class Transform(abc.ABC):
         """Return an env that steps `env` and applies this transform."""
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({told})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({settings})"
 
 
 class TransformedEnv(EnvBase):
@@ -112,14 +112,14 @@ class TransformLanes(Wrapped):
         new = {key: (changed or {}).get(key, leaf) for key, leaf in own.items()} | dict(added or {})
         side = spec.side | (added or {}).keys()
         super().__init__(env, dataclasses.replace(spec, observation=new, side=side))
-        self._name, self._own = name, len(own)
+        self._name, self._inner_leaves = name, len(own)
         self._raw: dict[int, Array] = {}  # by leaf index: memory for the inner env's own shape and dtype
         for at, (key, leaf) in enumerate(own.items()):
             if key in (changed or {}) and (leaf.shape, leaf.dtype) != (new[key].shape, new[key].dtype):
                 self._raw[at] = leaf.column(spec.lanes)
         self._every = range(spec.lanes)
-        self._inner = Row()
-        self._inner.copies, self._inner.place, self._inner.narrow = (), None, {}
+        self._inner_row = Row()
+        self._inner_row.copies, self._inner_row.place, self._inner_row.narrow = (), None, {}
 
     def joined(self, others: Sequence[Any]) -> Env:
         """Refuse: transforms of single envs would not work on all lanes at once."""
@@ -132,35 +132,35 @@ class TransformLanes(Wrapped):
         same = not self._raw and self.spec.observation.keys() == self._env.spec.observation.keys()
         return self._env.make_slot(layout, index) if same else Slot(layout, index)
 
-    def _memory(self, arrays: Rows) -> list[Array]:
+    def _inner_arrays(self, arrays: Rows) -> list[Array]:
         """Return the arrays that the inner env writes its leaves into."""
-        return [self._raw.get(at, array) for at, array in enumerate(arrays[: self._own])]
+        return [self._raw.get(at, array) for at, array in enumerate(arrays[: self._inner_leaves])]
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        inner = self._memory(into)
+        inner = self._inner_arrays(into)
         self._env.reset(lanes, inner, seeds)
-        self._begun(list(lanes), inner, into)
+        self._on_reset(list(lanes), inner, into)
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         if not self._raw:
             ended = self._env.step(lanes, row)
-            return self._stepped(lanes, row.next, row, ended)
-        inner = self._inner
+            return self._on_step(lanes, row.next, row, ended)
+        inner = self._inner_row
         inner.inputs, inner.outputs, inner.action, inner.after = row.inputs, row.outputs, row.action, row.after
         inner.rewards, inner.reward, inner.mask = row.rewards, row.reward, row.mask
         inner.terminated, inner.truncated, inner.done = row.terminated, row.truncated, row.done
-        inner.next = tuple(self._memory(row.next))
+        inner.next = tuple(self._inner_arrays(row.next))
         ended = self._env.step(lanes, inner)
-        return self._stepped(lanes, inner.next, row, ended)
+        return self._on_step(lanes, inner.next, row, ended)
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         """Called after a reset of these lanes: turn their observations in `raw` into those in `into`."""
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
         """Called after a step: turn the lanes' successors in `raw` into those in `row.next`. Return the ended lanes."""
         return ended
 
-    def _chosen(self, lanes: Sequence[int], row: Row) -> Any:
+    def _frame_lanes(self, lanes: Sequence[int], row: Row) -> Any:
         """Return the lanes that made a frame in this step, as an index into columns."""
         if row.mask is not None:
             return [lane for lane in lanes if row.mask[lane]]
@@ -168,26 +168,26 @@ class TransformLanes(Wrapped):
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    def _learned(self) -> dict[str, Any]:
+    def _statistics_state(self) -> dict[str, Any]:
         """Return the statistics learned from all lanes, for `state_dict`."""
         return {}
 
-    def _load_learned(self, state: Mapping[str, Any]) -> None:
-        """Load what `_learned` returned."""
+    def _load_statistics(self, state: Mapping[str, Any]) -> None:
+        """Load what `_statistics_state` returned."""
 
     def _lane_arrays(self) -> dict[str, Array]:
         """Return the transform's memory of each lane's open episode, as arrays `[N, …]`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"transform": self._name, "learned": self._learned(), "env": self._env.state_dict()}
+        return {"transform": self._name, "learned": self._statistics_state(), "env": self._env.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not state:
             return
         if state.get("transform") != self._name:
             raise UsageError(f"this state is of {state.get('transform')}, the transform here is {self._name}")
-        self._load_learned(state["learned"])
+        self._load_statistics(state["learned"])
         self._env.load_state_dict(state["env"])
 
     def open_state(self) -> Any:
@@ -221,10 +221,10 @@ class LearningLanes(TransformLanes):
     def running_statistics(self) -> Sequence[RunningStatistics]:
         return [*self._env.running_statistics(), *(self._statistics if self._training else ())]
 
-    def _learned(self) -> dict[str, Any]:
+    def _statistics_state(self) -> dict[str, Any]:
         return {str(at): one.state() for at, one in enumerate(self._statistics)}
 
-    def _load_learned(self, state: Mapping[str, Any]) -> None:
+    def _load_statistics(self, state: Mapping[str, Any]) -> None:
         for at, one in enumerate(self._statistics):
             one.load(state[str(at)])
 

@@ -89,29 +89,29 @@ class NormalizeObservation(_Normalizer):
 
 
 class _NormalizedObservations(LearningLanes):
-    def __init__(self, env: Env, how: NormalizeObservation) -> None:
+    def __init__(self, env: Env, transform: NormalizeObservation) -> None:
         name = "NormalizeObservation"
-        keys = chosen_keys(name, how.keys, env.spec)
+        keys = chosen_keys(name, transform.keys, env.spec)
         own = env.spec.observation
-        learned = [how.learned_of(key, own[key].shape) for key in keys]
+        learned = [transform.learned_of(key, own[key].shape) for key in keys]
         changed = {key: float_leaf(own[key]) for key in keys}
-        super().__init__(env, name, learned, training=how.training, changed=changed)
+        super().__init__(env, name, learned, training=transform.training, changed=changed)
         places = {key: at for at, key in enumerate(own)}
         self._parts = [
             (places[key], one, np.zeros((env.spec.lanes, *own[key].shape))) for key, one in zip(keys, learned)
         ]
-        self._epsilon, self._clip = how.epsilon, how.clip
+        self._epsilon, self._clip = transform.epsilon, transform.clip
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         for at, statistics, _ in self._parts:
             values = raw[at][lanes].astype(np.float64)
             if self._training:
                 statistics.update(values)
             into[at][lanes] = self._normalised(values, statistics)
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
         whole = len(lanes) == len(self._every) and row.mask is None
-        chosen = None if whole else self._chosen(lanes, row)
+        chosen = None if whole else self._frame_lanes(lanes, row)
         for at, statistics, memory in self._parts:
             if whole:
                 memory[...] = raw[at]
@@ -160,28 +160,28 @@ class NormalizeReward(_Normalizer):
 
 
 class _NormalizedRewards(LearningLanes):
-    def __init__(self, env: Env, how: NormalizeReward) -> None:
+    def __init__(self, env: Env, transform: NormalizeReward) -> None:
         leaves = env.spec.reward
         if len(leaves) != 1 or next(iter(leaves.values())).shape != (1,):
             raise UsageError(f"NormalizeReward is for one reward per lane; this env has {list(leaves)}")
-        (self._learns,) = learned = [how.learned_of(("reward",), ())]
-        super().__init__(env, "NormalizeReward", learned, training=how.training)
-        self._gamma, self._epsilon, self._clip = how.gamma, how.epsilon, how.clip
+        (self._return_statistics,) = learned = [transform.learned_of(("reward",), ())]
+        super().__init__(env, "NormalizeReward", learned, training=transform.training)
+        self._gamma, self._epsilon, self._clip = transform.gamma, transform.epsilon, transform.clip
         self._return = np.zeros(env.spec.lanes)
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         self._return[lanes] = 0.0
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        chosen = self._chosen(lanes, row)
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen = self._frame_lanes(lanes, row)
         reward = row.reward[chosen].astype(np.float64)
         if self._training:
             values = self._return[chosen] * self._gamma
             values += reward
             self._return[chosen] = values
             if len(values):
-                self._learns.update(values)
-        reward /= self._learns.scale(self._epsilon)
+                self._return_statistics.update(values)
+        reward /= self._return_statistics.scale(self._epsilon)
         if self._clip is not None:
             np.clip(reward, -self._clip, self._clip, out=reward)
         row.reward[chosen] = reward

@@ -72,7 +72,7 @@ class _ChangedRewards(TransformLanes):
         super().__init__(env, name)
         self._change = change
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
         if len(lanes) == len(self._every):
             for reward in row.rewards:
                 reward[...] = self._change(reward)
@@ -102,14 +102,14 @@ class _SummedRewards(TransformLanes):
         super().__init__(env, "RewardSum", added={as_key(key): Leaf(leaf.shape, torch.float32)})
         self._sum = np.zeros((env.spec.lanes, *leaf.shape))
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         self._sum[lanes] = 0.0
-        into[self._own][lanes] = 0.0
+        into[self._inner_leaves][lanes] = 0.0
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        chosen = self._chosen(lanes, row)
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen = self._frame_lanes(lanes, row)
         self._sum[chosen] += row.rewards[0][chosen]
-        row.next[self._own][...] = self._sum
+        row.next[self._inner_leaves][...] = self._sum
         return ended
 
     def _lane_arrays(self) -> dict[str, Array]:
