@@ -182,13 +182,6 @@ class EnvPoolReady(EnvPoolLanes):
         arrays[self._lane_leaf][:] = self._in_hand
 
 
-def envpool_lanes(env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> EnvPoolLanes:
-    """Return the adapter for a pool, synchronous or asynchronous."""
-    config = env.spec.config
-    ready = int(config.batch_size) not in (0, int(config.num_envs))
-    return (EnvPoolReady if ready else EnvPoolLanes)(env, categorical=categorical, info_keys=info_keys)
-
-
 class EnvPoolEnv(EnvBase):
     """An EnvPool task as lanes. With `batch_size` below `num_envs`, lanes are stepped as they become ready.
 
@@ -223,5 +216,6 @@ class EnvPoolEnv(EnvBase):
         elif make_kwargs or num_envs is not None:
             extra = sorted(make_kwargs) or ["num_envs"]
             raise WrongArgument(f"{extra} go to envpool.make; a finished pool takes none")
-        lanes = envpool_lanes(task, categorical=categorical_action_encoding, info_keys=info_keys)
-        super().__init__(lanes, device=device)
+        config = task.spec.config
+        lanes = EnvPoolReady if int(config.batch_size) not in (0, int(config.num_envs)) else EnvPoolLanes
+        super().__init__(lanes(task, categorical=categorical_action_encoding, info_keys=info_keys), device=device)

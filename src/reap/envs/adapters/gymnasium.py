@@ -85,9 +85,12 @@ class GymLanes(Env):
 
     def wrap_first(self, wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]) -> None:
         """Put a wrapper around the env of the first lane, before any lane is stepped."""
-        env = self.envs[0] = wrapper(self.envs[0])
-        self._steps[0] = self._unseen_steps[0] = noting_actions(env, env.step)
-        self.checked.add(0)
+        self._set_env(0, wrapper(self.envs[0]))
+
+    def _set_env(self, lane: int, env: gym.Env[Any, Any]) -> None:
+        self.envs[lane] = env
+        self._steps[lane] = self._unseen_steps[lane] = noting_actions(env, env.step)
+        self.checked.add(lane)
 
     def joined(self, others: Sequence[GymLanes]) -> GymLanes:
         """Join these lanes and those of `others` into one batched env."""
@@ -230,10 +233,9 @@ class GymLanes(Env):
                 again = as_raised("making the env of the lane anew raised", cause).at(lane=lane)
                 raise again from again.__cause__
 
-        self.envs[lane], first = replace(lane, error, made)
+        env, first = replace(lane, error, made)
+        self._set_env(lane, env)
         self._rebuild_count += 1
-        self._steps[lane] = self._unseen_steps[lane] = noting_actions(self.envs[lane], self.envs[lane].step)
-        self.checked.add(lane)
         if into is not None:
             observation, info = first
             self._observations.write(observation, into, lane)
@@ -251,10 +253,8 @@ class GymLanes(Env):
         return saved_env(self.envs[lane], lane)
 
     def load_lane_state(self, lane: int, state: Any) -> None:
-        env = self.envs[lane]
-        restore_env(state, env)
-        self._steps[lane] = self._unseen_steps[lane] = noting_actions(env, env.step)
-        self.checked.add(lane)
+        restore_env(state, self.envs[lane])
+        self._set_env(lane, self.envs[lane])
         self._skip_checks(lane)
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:

@@ -195,12 +195,11 @@ class VectorLanes(Env):
             if values is None:
                 array[at] = 0
                 continue
-            whole = fit(np.asarray(values), (self._count, *leaf.shape), numpy_dtype(leaf.dtype), f"info {show(key)}")
-            array[at] = whole[at]
+            whole = fit(values, (self._count, *leaf.shape), numpy_dtype(leaf.dtype), f"info {show(key)}")
             if given is not None:
-                absent = ~np.asarray(given)
-                absent[[lane for lane in range(self._count) if lane not in _lanes(at, self._count)]] = False
-                array[absent] = 0
+                whole = whole.copy()
+                whole[~np.asarray(given)] = 0
+            array[at] = whole[at]
 
     def open_state(self) -> Any:
         resetting = None if self._resets_next is None else torch.from_numpy(self._resets_next.copy())
@@ -224,10 +223,6 @@ class _SharedOptions(dict[str, Any]):
 
     def pop(self, key: str, *default: Any) -> Any:
         return self.get(key, *default)
-
-
-def _lanes(at: Any, count: int) -> set[int]:
-    return set(range(count)) if isinstance(at, slice) else set(at)
 
 
 def _final(info: Mapping[str, Any], lane: int) -> Any:

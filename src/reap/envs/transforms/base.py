@@ -117,7 +117,6 @@ class TransformLanes(Wrapped):
         for at, (key, leaf) in enumerate(own.items()):
             if key in (changed or {}) and (leaf.shape, leaf.dtype) != (new[key].shape, new[key].dtype):
                 self._raw[at] = leaf.column(spec.lanes)
-        self._every = range(spec.lanes)
         self._inner_row = Row()
         self._inner_row.copies, self._inner_row.place, self._inner_row.narrow = (), None, {}
 
@@ -164,7 +163,7 @@ class TransformLanes(Wrapped):
         """Return the lanes that made a frame in this step, as an index into columns."""
         if row.mask is not None:
             return [lane for lane in lanes if row.mask[lane]]
-        return slice(None) if len(lanes) == len(self._every) else list(lanes)
+        return slice(None) if len(lanes) == self.spec.lanes else list(lanes)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 

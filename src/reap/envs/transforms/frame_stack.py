@@ -145,14 +145,10 @@ class _FrameStackLanes(TransformLanes):
         self._last_stacks = [into[stack] for _, stack, _ in self._parts]
 
     def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
         for (at, stack, shape), last in zip(self._parts, self._last_stacks):
             new, old = row.next[stack].reshape(shape), last.reshape(shape)
-            if len(lanes) == len(self._every):
-                new[:, :-1] = old[:, 1:]
-                new[:, -1] = raw[at]
-            else:
-                chosen = list(lanes)
-                new[chosen, :-1] = old[chosen, 1:]
-                new[chosen, -1] = raw[at][chosen]
+            new[chosen, :-1] = old[chosen, 1:]
+            new[chosen, -1] = raw[at][chosen]
         self._last_stacks = [row.after[stack] for _, stack, _ in self._parts]
         return ended

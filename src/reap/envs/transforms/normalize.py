@@ -110,7 +110,7 @@ class _NormalizedObservations(LearningLanes):
             into[at][lanes] = self._normalised(values, statistics)
 
     def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        whole = len(lanes) == len(self._every) and row.mask is None
+        whole = len(lanes) == self.spec.lanes and row.mask is None
         chosen = None if whole else self._frame_lanes(lanes, row)
         for at, statistics, memory in self._parts:
             if whole:

@@ -72,7 +72,7 @@ class _CastLanes(TransformLanes):
             into[at][lanes] = raw[at][lanes]
 
     def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        chosen: Any = slice(None) if len(lanes) == len(self._every) else list(lanes)
+        chosen: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
         for at in self._raw:
             row.next[at][chosen] = raw[at][chosen]
         return ended
@@ -128,7 +128,7 @@ class _ImageLanes(TransformLanes):
             into[at][lanes] = _convert(raw[at][lanes], colours, gray, size)
 
     def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        chosen: Any = slice(None) if len(lanes) == len(self._every) else list(lanes)
+        chosen: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
         for at, colours, gray, size in self._parts:
             row.next[at][chosen] = _convert(raw[at][chosen], colours, gray, size)
         return ended

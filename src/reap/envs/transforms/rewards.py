@@ -73,12 +73,9 @@ class _ChangedRewards(TransformLanes):
         self._change = change
 
     def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        if len(lanes) == len(self._every):
-            for reward in row.rewards:
-                reward[...] = self._change(reward)
-        else:
-            for reward in row.rewards:
-                reward[list(lanes)] = self._change(reward[list(lanes)])
+        chosen: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
+        for reward in row.rewards:
+            reward[chosen] = self._change(reward[chosen])
         return ended
 
 
