@@ -176,10 +176,10 @@ def test_tensors_cross_without_a_copy():
     env = JaxEnv(NewGymnax([(3,), (3,)]), num_envs=2, seed=SEED).lanes_env.env
     env.reset(torch.ones(2, dtype=torch.bool))
     seen = []
-    compiled = env._go
-    env._go = lambda *given: (seen.append(given[-1]), compiled(*given))[1]
-    shown, show = [], env._show
-    env._show = lambda leaves: (shown.append(leaves[0]), show(leaves))[1]
+    compiled = env._step_lanes
+    env._step_lanes = lambda *given: (seen.append(given[-1]), compiled(*given))[1]
+    shown, show = [], env._to_torch
+    env._to_torch = lambda leaves: (shown.append(leaves[0]), show(leaves))[1]
     action = torch.zeros(2, 1)
     observation, *_ = env.step(action)
     assert seen[0].unsafe_buffer_pointer() == action.data_ptr()

@@ -1,4 +1,4 @@
-"""Environments: `GymEnv`, `SerialEnv`, and whatever a collector accepts as an env."""
+"""Environments: `GymEnv`, `SerialEnv`, one wrapper per supported library, and `as_env`, which converts any of them."""
 
 from __future__ import annotations
 

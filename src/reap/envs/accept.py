@@ -1,4 +1,4 @@
-"""What a collector accepts as an env: every kind, on one page."""
+"""`as_env`: turn anything a collector accepts as an env into lanes. Every accepted kind is listed here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reap.envs.torchrl.lanes import is_torchrl, torchrl_lanes
 from reap.errors import WrongArgument, WrongState
 from reap.spec import Key
 
-# Which env it is, and what wraps it.
+# For each foreign library: a test that recognises its envs, and the class that wraps them.
 _FOREIGN: tuple[tuple[Callable[[Any], bool], Callable[[Any], EnvBase]], ...] = (
     (is_envpool, EnvPoolEnv),  # before Gymnasium's vector envs, whose class it may have
     (is_dm, DMEnv),
@@ -40,22 +40,22 @@ _FOREIGN: tuple[tuple[Callable[[Any], bool], Callable[[Any], EnvBase]], ...] = (
 def as_env(
     source: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None, count: Key = STEP_COUNT
 ) -> Env:
-    """Whatever a collector accepts, as lanes the engine can step.
+    """Turn anything a collector accepts as an env into lanes that the rollout loop can step.
 
-    With `limit`, episodes of at most so many steps, which are counted under the key `count`.
+    With `limit`, episodes are truncated after that many steps, and the step count is an observation under `count`.
     """
-    given, source, kwargs = (source, kwargs), *_made(source, kwargs)
-    if is_torchrl(source):
-        return torchrl_lanes(source, kwargs, limit, count)
-    env = _lanes(source, kwargs)
-    if type(env) is GymLanes and env.remake is None and not is_env(given[0]):
-        env.remake = functools.partial(_remade, given)
+    made, kwargs_left = _call_factory(source, kwargs)
+    if is_torchrl(made):
+        return torchrl_lanes(made, kwargs_left, limit, count)
+    env = _as_lanes(made, kwargs_left)
+    if type(env) is GymLanes and env.remake is None and not is_env(source):
+        env.remake = functools.partial(_rebuild_lane_env, source, kwargs)
     return env if limit is None else StepLimit(env, limit, count)
 
 
-def _remade(given: tuple[Any, Any], lane: int) -> gym.Env[Any, Any]:
-    """The env of one lane, made as it was before; of others that come with it nobody has need."""
-    env = as_env(*given)
+def _rebuild_lane_env(source: Any, kwargs: Mapping[str, Any] | None, lane: int) -> gym.Env[Any, Any]:
+    """Build the env of one lane again from what `as_env` was given, and close the other envs built along with it."""
+    env = as_env(source, kwargs)
     assert isinstance(env, GymLanes)
     for other, one in enumerate(env.envs):
         if other != lane:
@@ -63,13 +63,13 @@ def _remade(given: tuple[Any, Any], lane: int) -> gym.Env[Any, Any]:
     return env.envs[lane]
 
 
-def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
+def _as_lanes(source: Any, kwargs: dict[str, Any]) -> Env:
     if kwargs and is_env(source):
         raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
     if isinstance(source, (str, Registered)):
         return GymEnv(source, **kwargs).lanes_env
-    for known, wrap in _FOREIGN:
-        if known(source):
+    for recognises, wrap in _FOREIGN:
+        if recognises(source):
             return wrap(source).lanes_env
     if isinstance(source, EnvBase):
         if source.is_closed:
@@ -86,8 +86,8 @@ def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
     )
 
 
-def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The env itself, where a factory was given, and the keywords that are left."""
+def _call_factory(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Call `source` if it is a factory. Return the env or id, and the keywords that no factory has consumed yet."""
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
     kwargs = dict(kwargs or {})
@@ -101,13 +101,13 @@ def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for what is called to make an env, and cannot be."""
+    """Raise `WrongArgument` if the factory cannot be called with these keywords, or is a module, not a factory."""
     if isinstance(source, torch.nn.Module):
         hint = torch_hint(source) or ": the env comes first, then the policy"
         raise WrongArgument(f"create_env_fn is {type(source).__name__}, a module{hint}")
     try:
         signature = inspect.signature(source)
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # callables written in C may have no signature
         return
     try:
         signature.bind(**kwargs)
@@ -120,14 +120,15 @@ def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
 
 
 def torch_hint(thing: Any) -> str:
-    """What to do with an env written in torch that was given as it is; nothing for other things."""
+    """Return an error hint for an env written in torch that was not wrapped in `TorchEnv`; "" for anything else."""
     torch_env = not isinstance(thing, type) and isinstance(thing, TorchBatch)
     return f"; it looks like an env written in torch: wrap it, TorchEnv({type(thing).__name__}(…))" if torch_env else ""
 
 
 def is_env(source: Any) -> bool:
-    """Whether something callable is an env all the same; a class never is, whatever members it has."""
+    """Whether `source` is an env, even if it is callable too. A class is never an env, whatever members it has."""
     if isinstance(source, type):
         return False
-    known = isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
-    return known or is_torchrl(source) or any(theirs(source) for theirs, _ in _FOREIGN)
+    if isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
+        return True
+    return is_torchrl(source) or any(recognises(source) for recognises, _ in _FOREIGN)

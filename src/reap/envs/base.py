@@ -1,6 +1,6 @@
-"""EnvBase: an env for people. `reset`, `step`, `rollout` by hand, in TensorDicts; the engine's lanes underneath.
+"""EnvBase: the env class that users call by hand. `reset`, `step` and `rollout` take and return TensorDicts.
 
-A collector takes only the lanes (`.lanes_env`); nothing on this page is on its path.
+A collector uses only the lanes underneath (`.lanes_env`) and runs no code of this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reap.spec import AnyKey, Key, Leaf, as_key, show
 
 
 class EnvBase:
-    """One env, or several lanes of it, used by hand.
+    """An env, or several lanes of it, for use by hand.
 
     >>> env = GymEnv("CartPole-v1")
     >>> td = env.reset()
@@ -41,19 +41,19 @@ class EnvBase:
         self.lanes_env = lanes_env
         self.device = torch.device(device) if device is not None else None
         self._current = current_for(lanes_env.spec.observation, lanes_env.spec.lanes)
-        self._one: tuple[tuple[Leaf, ...], Slot] | None = None
+        self._step_slot: tuple[tuple[Leaf, ...], Slot] | None = None
 
-    # ---- what it looks like -------------------------------------------------------------------------------------
+    # ---- shapes and specs ---------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> torch.Size:
-        """[] for one env, [N] for lanes."""
+        """`[]` for a single env, `[N]` for lanes."""
         spec = self.lanes_env.spec
         return torch.Size([spec.lanes] if spec.batched else [])
 
     @property
     def observation_spec(self) -> dict[AnyKey, Leaf]:
-        """Leaves of the observation by key."""
+        """The observation leaves by key."""
         return {k[0] if len(k) == 1 else k: leaf for k, leaf in self.lanes_env.spec.observation.items()}
 
     @property
@@ -84,26 +84,26 @@ class EnvBase:
         text = "; ".join(f"{what} {', '.join(f'{show(k)} {v}' for k, v in of.items())}" for what, of in leaves.items())
         return f"{type(self).__name__}({text}; batch_size={list(self.batch_size)})"
 
-    # ---- what it does ---------------------------------------------------------------------------------------------
+    # ---- seeding and stepping -------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the next `reset`, lane by lane; returns the seed that follows the last lane's."""
+        """Seed each lane at the next `reset`, and return the seed that follows the last lane's."""
         self.lanes_env.pending_seeds, following = chain(seed, self.lanes_env.spec.all_lanes, static=static_seed)
         return following
 
     def reset(self) -> TensorDictBase:
-        """Begin new episodes in all lanes."""
-        self._open()
+        """Begin a new episode in every lane, and return the first observations."""
+        self._check_open()
         self.lanes_env.driver = None
         seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
         self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
-        td = self._shown()
+        td = self._current_observations()
         for flag in FLAGS:
             td.set(flag, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
         return td
 
-    def _shown(self) -> TensorDictBase:
-        """The observations the lanes are at."""
+    def _current_observations(self) -> TensorDictBase:
+        """Return a copy of each lane's current observation as a TensorDict."""
         spec = self.lanes_env.spec
         columns = visible_columns(spec, self._current)
         loose = {key: leaf for key, leaf in spec.observation.items() if leaf.loose}
@@ -111,19 +111,19 @@ class EnvBase:
         return frame({key: columns[key].clone() for key in spec.observation}, loose, lanes, self.device)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Write a random action into `tensordict` (a new one if there is none)."""
+        """Write a random action into `tensordict` (a new one if None), and return it."""
         td = TensorDict({}, batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
         for key, leaf in self.lanes_env.spec.action.items():
             td.set(key, leaf.rand(tuple(self.batch_size)))
         return td
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """One step with a random action."""
+        """Step every lane with a random action."""
         return self.step(self.rand_action(tensordict))
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """One step with the action in `tensordict`; the result goes under "next"."""
-        self._open()
+        """Step every lane with the action in `tensordict`, and write the result under "next"."""
+        self._check_open()
         spec = self.lanes_env.spec
         if spec.rows != "whole":
             raise UsageError(f"{type(self).__name__} has steps that are no frames; only a collector can leave them out")
@@ -152,14 +152,17 @@ class EnvBase:
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and the root of the step after it: the successor, or a reset observation where an episode ended."""
+        """Step, reset the lanes that ended, and return the step and the TensorDict to start the next step from.
+
+        The second holds each lane's successor, or its reset observation where the episode ended.
+        """
         stepped = self.step(tensordict)
         root = stepped["next"].exclude("reward")
         done = root["done"].reshape(-1)
         if bool(done.any()):
             lanes = done.nonzero().reshape(-1).tolist()
             self.lanes_env.reset(lanes, self._current)
-            fresh = self._shown()
+            fresh = self._current_observations()
             for key in map(as_key, root.keys(True, True)):
                 if key not in self.lanes_env.spec.observation:
                     fresh.set(key, root.get(key))
@@ -176,8 +179,11 @@ class EnvBase:
         auto_reset: bool = True,
         break_when_any_done: bool = True,
     ) -> TensorDictBase:
-        """Up to `max_steps` steps under `policy` (random if None), from a reset, as one batch ending in "time"."""
-        self._open()
+        """Return up to `max_steps` steps under `policy` (random if None) as a batch `[…, time]`.
+
+        All lanes are reset first if `auto_reset` is set or the policy is recurrent.
+        """
+        self._check_open()
         if max_steps < 1:
             raise UsageError(f"max_steps must be at least 1, got {max_steps}")
         memory = carry_of(policy)
@@ -202,13 +208,13 @@ class EnvBase:
         return batch.to(self.device) if self.device is not None else batch
 
     def close(self, **_: Any) -> None:
-        """Close the env. May be called twice."""
+        """Close the env. May be called more than once."""
         self.lanes_env.driver = CLOSED
         self.lanes_env.close()
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, by hand or with a collector."""
+        """Whether the env was closed, by hand or by a collector."""
         return self.lanes_env.driver is CLOSED
 
     def __enter__(self) -> Self:
@@ -217,16 +223,16 @@ class EnvBase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self.lanes_env.spec.ready_of is not None:
             raise UsageError(f"{type(self).__name__} answers whichever lanes are ready; only a collector can drive it")
         if self.is_closed:
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
 
     def _slot(self, action: dict[Key, Leaf]) -> Slot:
-        """A slot of one step for `step`, kept while actions look the same."""
+        """Return the one-row slot that `step` uses. It is reused as long as actions keep their shapes and dtypes."""
         leaves = tuple(action.values())
-        self.lanes_env.expect(action)  # a collector may have taught it other actions since
-        if self._one is None or self._one[0] != leaves:
-            self._one = leaves, Slot(layout_by_hand(self.lanes_env.spec, action))
-        return self._one[1]
+        self.lanes_env.expect(action)  # a collector may have set another action format since
+        if self._step_slot is None or self._step_slot[0] != leaves:
+            self._step_slot = leaves, Slot(layout_by_hand(self.lanes_env.spec, action))
+        return self._step_slot[1]

@@ -1,4 +1,4 @@
-"""Gymnasium ids: looked up in the process that names them, so that what the caller registered works in any other.
+"""Gymnasium ids: resolved in the caller's process, so that an env registered there works in every worker process.
 
 "MyEnv-v0" ──► the caller's registry ──► EnvSpec ──► a worker: gymnasium.make(spec)
 """
@@ -19,7 +19,7 @@ _ATARI = "ALE"
 
 
 def registered(name: str) -> EnvSpec:
-    """What Gymnasium knows under this id; `ALE/…` ids need no import of ale_py, and "module:id" imports the module."""
+    """Return Gymnasium's spec for this id. `ALE/…` ids need no import of ale_py; "module:id" imports the module."""
     module, _, plain = name.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -47,11 +47,11 @@ def _register_atari() -> None:
 
 
 def for_workers(source: Any) -> Any:
-    """An id as what it names here, to be made elsewhere; anything else as it is."""
+    """Resolve an id to its spec, so that a worker can make the env. Return anything but a string unchanged."""
     if not isinstance(source, str):
         return source
     spec = registered(source)
     module, _, attribute = spec.entry_point.partition(":") if isinstance(spec.entry_point, str) else ("", "", "")
-    if module in ("__main__", "__mp_main__"):  # a worker's own main module is another
+    if module in ("__main__", "__mp_main__"):  # `__main__` is another module in a worker
         return dataclasses.replace(spec, entry_point=getattr(sys.modules[module], attribute))
     return spec

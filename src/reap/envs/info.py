@@ -1,4 +1,4 @@
-"""Info columns: entries of an env's info dict that the user declared, as leaves."""
+"""Info columns: leaves for the entries of an env's info dict that the user has declared."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, Leaf, as_key, show_keys, torch_dtype
 
 InfoKeys = Sequence[AnyKey] | Mapping[AnyKey, Any]
-_RECORDED = ("r", "l", "t")  # what Gymnasium's RecordEpisodeStatistics says at the end of an episode
+_RECORDED = ("r", "l", "t")  # what Gymnasium's RecordEpisodeStatistics reports when an episode ends
 
 
 def info_leaves(info_keys: InfoKeys, taken: Mapping[Key, Leaf], env: Any = None) -> dict[Key, Leaf]:
-    """Declared info keys as leaves: a bare name is a float32 number; a mapping gives dtype, (dtype, shape), space.
+    """Return a leaf for each declared info key: float32 for a bare name; else its dtype, (dtype, shape) or space.
 
-    A tuple names an entry of a dict in the info. `env`: whose wrappers are looked at for what they put there.
+    A tuple names an entry of a dict inside the info. `taken` holds the leaves the env has already. If `env` is wrapped
+    in Gymnasium's RecordEpisodeStatistics, the key "episode" stands for all entries that wrapper reports.
     """
     if isinstance(info_keys, str):
         raise WrongArgument(f"info_keys must be a list of names or a mapping, got the string {info_keys!r}")
@@ -43,20 +44,20 @@ def info_leaves(info_keys: InfoKeys, taken: Mapping[Key, Leaf], env: Any = None)
 
 
 def info_entry(info: Any, key: Key) -> Any:
-    """What an info dict has under a key; None if nothing."""
+    """Return the info dict's value under a nested key, or None if it has none."""
     for part in key:
         info = info.get(part) if isinstance(info, Mapping) else None
     return info
 
 
 def recorded_at_end(info: Mapping[str, Any], key: Key) -> bool:
-    """Whether an entry is what Gymnasium's RecordEpisodeStatistics says of an episode that ended."""
+    """Whether the key names an entry that Gymnasium's RecordEpisodeStatistics has added at an episode's end."""
     found = info.get(key[0])
     return len(key) == 2 and isinstance(found, Mapping) and {*_RECORDED} <= found.keys()
 
 
 def records_episodes(env: Any) -> bool:
-    """Whether Gymnasium's RecordEpisodeStatistics is around an env, or around those of a vector env."""
+    """Whether an env, or the first env of a vector env, is wrapped in Gymnasium's RecordEpisodeStatistics."""
     while env is not None:
         if type(env).__name__ == "RecordEpisodeStatistics":
             return True

@@ -1,4 +1,4 @@
-"""SerialEnv: several envs as lanes of one, stepped one after another in this process."""
+"""SerialEnv: several envs joined as the lanes of one env, and stepped one after another in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reap.errors import UsageError, WrongArgument
 
 
 class SerialEnv(EnvBase):
-    """`num_workers` envs as lanes `[N]` of one env, in this process.
+    """`num_workers` envs in this process, joined as the lanes `[N]` of one env.
 
     >>> env = SerialEnv(4, lambda: GymEnv("CartPole-v1"))
     >>> env.rollout(10, break_when_any_done=False).batch_size
@@ -28,7 +28,7 @@ class SerialEnv(EnvBase):
         num_workers: how many lanes.
         create_env_fn: a factory, an id, or a list of `num_workers` of them.
         create_env_kwargs: keywords for the factories: one mapping, or a list of them.
-        device: where tensors used by hand are placed.
+        device: where to place the tensors that `reset`, `step` and `rollout` return.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SerialEnv(EnvBase):
 
 
 def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """A factory and its keywords for every lane; `name` is what the caller calls their number."""
+    """Return a factory and its keywords for each lane. Errors call the number of lanes `name`, as its caller does."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_LANES:
         raise WrongArgument(f"{name} must be a whole number ≥ 1 and at most {MOST_LANES:,}, got {count!r}")
     makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn] * count
@@ -67,7 +67,7 @@ def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) 
 
 
 def joined(makers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Env:
-    """Single envs of one kind as one env with a lane dimension. If that cannot be, what was made for it is closed."""
+    """Join single envs of one kind as one env with a lane dimension. On failure, close the envs made for it."""
     lanes: list[Env] = []
     try:
         for make, kwargs in makers:
@@ -79,7 +79,7 @@ def joined(makers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Env:
         return env
     except BaseException:
         for (make, _), env in zip(makers, lanes):
-            if not is_env(make):  # a finished one is its owner's
+            if not is_env(make):  # the caller owns a finished env
                 env.close()
         raise
 
@@ -88,18 +88,18 @@ def _joined(first: Env, *rest: Env) -> Env:
     kinds = {type(env) for env in (first, *rest)}
     join: Callable[..., Env] | None = getattr(first, "joined", None)
     if len(kinds) != 1:
-        names = ", ".join(sorted({_spoken(env) for env in (first, *rest)}))
+        names = ", ".join(sorted({_public_name(env) for env in (first, *rest)}))
         raise UsageError(f"SerialEnv joins envs of one kind, got {names}")
     single = [env for env in (first, *rest) if isinstance(env, TorchRLEnv) and not env.spec.batched]
     if len(single) == 1 + len(rest):
         return torchrl_joined(single)
     if join is None:
-        raise UsageError(_has_lanes(first, 1 + len(rest)))
+        raise UsageError(_why_not_joined(first, 1 + len(rest)))
     return join(rest)
 
 
-def _has_lanes(env: Env, count: int) -> str:
-    """Why an env is not joined with others, and how to play several of it."""
+def _why_not_joined(env: Env, count: int) -> str:
+    """Return the error text for an env that cannot be joined, with the ways to run several of it."""
     workers = f"MultiSyncCollector([make_env] * {count}, …) plays several, a worker each"
     ways = {
         "AgentLanes": f"{workers}; mode='group' can be joined",
@@ -108,17 +108,17 @@ def _has_lanes(env: Env, count: int) -> str:
     }
     processes = "" if env.spec.rows != "whole" else f", ParallelEnv({count}, make_env) a process each"
     way = ways.get(type(env).__name__, workers + processes)
-    lanes = f"{_spoken(env)} has lanes of its own already"
+    lanes = f"{_public_name(env)} has lanes of its own already"
     return f"SerialEnv joins single envs; {lanes}: give it to a collector as it is; {way}"
 
 
-def _spoken(env: Env) -> str:
-    """The name by which users know this kind of env."""
+def _public_name(env: Env) -> str:
+    """Return the name by which users know this kind of env."""
     name = type(env).__name__
-    return _SPOKEN.get(name, name)
+    return _PUBLIC_NAMES.get(name, name)
 
 
-_SPOKEN = {
+_PUBLIC_NAMES = {
     "AgentLanes": "PettingZooEnv(mode='lanes')",
     "EnvPoolLanes": "EnvPoolEnv",
     "EnvPoolReady": "EnvPoolEnv",

@@ -11,9 +11,9 @@
 | Sequence of the above    | [-1, …], ragged        | the same                         |
 | Text, Graph, any other   | Python objects         | the same                         |
 
-A space of one's own that says shape and dtype is an array; with -1 in the shape, or no shape, ragged; without a dtype,
-objects. A Sequence of texts, dicts, tuples or sequences is one object, a tuple.
-Actions are understood in any of these forms, whatever the flag says: what the policy writes decides.
+A user's own space class becomes an array if it has a shape and a dtype, a ragged leaf if its shape is None or has a -1,
+and Python objects if it has no dtype. A Sequence of texts, dicts, tuples or sequences is stored as one object, a tuple.
+Actions are read in any of these forms, whatever the flag is: the leaf that the policy writes decides.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 class Observations:
-    """The leaves of an observation space, and the writing of one observation into row arrays.
+    """The leaves of an observation space, and the code that writes observations into row arrays.
 
-    `loose` says whether ragged and non-tensor leaves are welcome.
+    Ragged and non-tensor leaves are refused unless `loose` is set.
     """
 
     def __init__(self, space: gym.Space[Any], *, categorical: bool, loose: bool = False) -> None:
-        self._welcome = loose
+        self._allow_loose = loose
         self.leaves: dict[Key, Leaf] = {}
         self._puts: list[tuple[tuple[Any, ...], Put, Encode]] = []
         self._add(space, (), (), categorical)
         if not self.leaves:
             raise UsageError(f"observation space {space} is empty; an env must show something")
         self.paths = [path for path, _, _ in self._puts]
-        #: shape and dtype of a plain Box observation, for a bare row assignment in the hot path; Nones if it is not one
+        #: shape and dtype if the space is a plain Box, which the hot loop writes by a bare row assignment; else Nones
         self.plain: tuple[Any, Any] = (None, None)
         if isinstance(space, spaces.Box) and space.shape:
             self.plain = tuple(space.shape), space.dtype
 
     def write(self, observation: Any, arrays: Sequence[Array], lane: int) -> None:
-        """Write one lane's observation, checked, into `arrays` (in the order of `leaves`)."""
+        """Check one lane's observation and write it into `arrays`, which are in the order of `leaves`."""
         path: tuple[Any, ...] = ()
         try:
             for array, (path, put, _) in zip(arrays, self._puts):
@@ -71,9 +71,9 @@ class Observations:
             raise
 
     def write_batch(self, observation: Any, arrays: Sequence[Array], at: Any, count: int | None = None) -> None:
-        """Write a batch of observations, checked, into the rows `at` of `arrays`.
+        """Check a batch of observations and write it into the lanes `at` of `arrays`.
 
-        It holds those of all lanes; with `count`, those of so many lanes, for just these rows.
+        The batch holds all lanes, of which those at `at` are written; with `count`, it holds only these `count` lanes.
         """
         path: tuple[Any, ...] = ()
         try:
@@ -107,14 +107,14 @@ class Observations:
     def _leaf(self, space: gym.Space[Any], leaf: Leaf, put: Put, *, key: Key, path: tuple[Any, ...]) -> None:
         if key in self.leaves:
             raise UsageError(f"two observation entries would both be called {show(key)}")
-        if leaf.loose and not self._welcome:
+        if leaf.loose and not self._allow_loose:
             raise UsageError(f"observation space {space} has no tensor form; wrap the env to return arrays")
         self.leaves[key] = leaf
         self._puts.append((path, put, _loose_encoder(put) if leaf.loose else _encoder(space, leaf)))
 
 
 def _entry_error(cause: Exception, observation: Any, path: tuple[Any, ...]) -> SpecMismatch:
-    """What is wrong with the entry at `path` of an observation, by its name."""
+    """Return an error that names the entry at `path` of an observation and says what is wrong with it."""
     value, at = observation, "observation"
     name = at + "".join(f"[{part!r}]" for part in path)
     for part in path:
@@ -131,7 +131,7 @@ def _entry_error(cause: Exception, observation: Any, path: tuple[Any, ...]) -> S
 
 
 def checked_space(env: Any, what: str) -> gym.Space[Any]:
-    """The env's space of this name; an error that names the env if it has none."""
+    """Return the env's space of this name. Raise `UsageError`, which names the env, if it is missing or no space."""
     found = getattr(env, what, None)
     if not isinstance(found, gym.Space):
         kind = type(getattr(env, "unwrapped", env)).__name__
@@ -141,7 +141,7 @@ def checked_space(env: Any, what: str) -> gym.Space[Any]:
 
 
 def _image(space: gym.Space[Any]) -> bool:
-    """Height, width and three colours from 0 to 255, of whatever dtype."""
+    """Whether a space is an image: a Box `[H, W, 3]` with bounds 0 and 255, of any dtype."""
     return (
         isinstance(space, spaces.Box)
         and len(space.shape) == 3
@@ -152,7 +152,7 @@ def _image(space: gym.Space[Any]) -> bool:
 
 
 def _stackable(space: spaces.Tuple[Any], categorical: bool) -> bool:
-    """All parts look the same: they become one leaf with a leading dimension."""
+    """Whether all parts of a Tuple have equal leaves, so that they become one leaf with a leading dimension."""
     if not space.spaces or any(_children(part) for part in space.spaces):
         return False
     kinds = {type(part) for part in space.spaces}
@@ -204,7 +204,7 @@ def _observation_leaf(space: gym.Space[Any], categorical: bool) -> tuple[Leaf, P
 
 
 def _custom_leaf(space: gym.Space[Any]) -> tuple[Leaf, Put]:
-    """A space this file does not know: what it says about itself decides."""
+    """Return the leaf of a space class that is not Gymnasium's, chosen by its dtype and shape."""
     if space.dtype is None or space.dtype not in TENSOR_DTYPES:
         return Leaf((), None, space), _put_object
     dtype = torch_dtype(space.dtype)
@@ -226,7 +226,7 @@ def _put_object(array: Array, lane: int, value: Any) -> None:
 
 
 def _put_sequence(element: Leaf, put_one: Put) -> Put:
-    """Elements in a tuple, or stacked in an array, as one tensor `[length, …]`."""
+    """Return a writer that stores a Sequence's elements, in a tuple or stacked, as one tensor `[length, …]`."""
     dtype, shape = numpy_dtype(element.dtype), element.shape
     stackable = isinstance(element.space, (spaces.Box, spaces.MultiBinary)) and element.space.shape == shape
 
@@ -243,7 +243,7 @@ def _put_sequence(element: Leaf, put_one: Put) -> Put:
 
 
 def _put_ragged(shape: tuple[int, ...] | None, dtype: Any) -> Put:
-    """Arrays whose shape is free where `shape` says -1, or altogether."""
+    """Return a writer for arrays of any shape (`shape` None), or of any size in the dimensions that are -1."""
     dtype = np.dtype(dtype)
 
     def put(array: Array, lane: int, value: Any) -> None:
@@ -257,7 +257,7 @@ def _put_ragged(shape: tuple[int, ...] | None, dtype: Any) -> Put:
 
 
 def _loose_encoder(put: Put) -> Encode:
-    """A batch of values, one per lane, as references."""
+    """Return an encoder that turns a batch of values, one per lane, into an array of references."""
 
     def encode(values: Any, count: int) -> Array:
         if len(values) != count:
@@ -271,7 +271,7 @@ def _loose_encoder(put: Put) -> Encode:
 
 
 def one_hot_shape(space: spaces.MultiDiscrete) -> tuple[int, ...]:
-    """`[k, n]` when all choices have the same size, `[sum n]` otherwise."""
+    """Return `[k, n]` if all choices have the same size, else `[sum n]`."""
     nvec = space.nvec
     return (*nvec.shape, int(nvec.flat[0])) if (nvec == nvec.flat[0]).all() else (int(nvec.sum()),)
 
@@ -288,7 +288,10 @@ def _put_array(shape: tuple[int, ...], dtype: Any) -> Put:
 
 
 def fit(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str = "observation") -> Array:
-    """A value that is not exactly what the space says, as if it were; SpecMismatch if that would lose anything."""
+    """Return `value` as an array if it has this shape and `dtype` can hold its numbers; else raise SpecMismatch.
+
+    The array keeps its own dtype, and a cast within a kind is allowed (float64 to float32). `what` is for the error.
+    """
     array = np.asarray(value)
     fits = np.can_cast(array.dtype, dtype, "same_kind")
     if fits and dtype.kind in "iu" and array.dtype.kind in "iu" and not np.can_cast(array.dtype, dtype) and array.size:
@@ -347,7 +350,7 @@ def _put_multi_one_hot(space: spaces.MultiDiscrete) -> Put:
 
 
 def _encoder(space: gym.Space[Any], leaf: Leaf) -> Encode:
-    """A batch of values `[N, …]` of one space as its leaf's array."""
+    """Return a function that encodes a batch of values `[N, …]` of one space as the array of its leaf."""
     if isinstance(space, spaces.Tuple):
         part = Leaf(leaf.shape[1:], leaf.dtype, None, leaf.one_hot)
         encoders = [_encoder(one, part) for one in space.spaces]
@@ -381,7 +384,7 @@ def _encoder(space: gym.Space[Any], leaf: Leaf) -> Encode:
 
 
 class Actions:
-    """The leaves of an action space, and the reading of a row's actions as what the env's `step` takes."""
+    """The leaves of an action space, and the code that turns a row's actions into arguments for the env's `step`."""
 
     def __init__(self, space: gym.Space[Any], *, categorical: bool) -> None:
         self.space = space
@@ -395,9 +398,9 @@ class Actions:
             self.leaves[key] = _action_leaf(space, categorical)
 
     def decoder(self, columns: Mapping[Key, Leaf], *, batch: bool = False) -> Callable[..., Any]:
-        """A function from row arrays (in the order of `leaves`) to one action per lane; `batch`: to one batched action.
+        """Return a function from row arrays, in the order of `leaves`, to one action per lane, or one batched action.
 
-        SpecMismatch if the columns cannot be read as actions.
+        It returns the batched action if `batch` is set. Raise SpecMismatch if the columns cannot be read as actions.
         """
         decodes = [_decoder(key, leaf.space, columns[key], batch=batch) for key, leaf in self.leaves.items()]
         if len(decodes) == 1 and not _children(self.space):
@@ -412,7 +415,7 @@ class Actions:
         return decode
 
     def _nest(self, space: gym.Space[Any], key: Key, leaves: Mapping[Key, Any]) -> Any:
-        """The values of leaves as the space has them, in dicts and tuples."""
+        """Return the leaves' values nested in dicts and tuples, as the space nests them."""
         children = _children(space)
         if not children:
             return leaves[key]
@@ -447,7 +450,7 @@ def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: boo
     shape = column.shape
     if isinstance(space, spaces.Discrete):
         n, start = int(space.n), int(space.start)
-        if n == 1 and shape in ((), (1,)):  # the only choice, however it is written
+        if n == 1 and shape in ((), (1,)):  # there is only one choice, whatever the policy writes
             return lambda a: np.full(len(a), start, space.dtype) if batch else [start] * len(a)
         if shape in ((), (1,)) and whole:
             return _batch_index_decoder(space) if batch else _index_decoder(n, start)
@@ -473,7 +476,7 @@ def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: boo
 
 
 def _from_bfloat16(array: Array) -> Array:
-    """The numbers whose bytes these are: NumPy has no such type, and whole numbers of the same bytes sort otherwise."""
+    """Return bfloat16 values as float32: NumPy lacks the type, and integers of the same bytes sort differently."""
     wide: Array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return wide
 
@@ -507,8 +510,8 @@ def _batch_index_decoder(space: spaces.Discrete) -> Decode:
 
     def decode(array: Array) -> Array:
         index = array if array.ndim == 1 else array.reshape(-1)
-        beyond = index.view(_UNSIGNED[index.itemsize]) if index.dtype.kind == "i" else index  # below 0: far above n
-        if beyond[beyond.argmax()] >= n:  # `max` takes three times as long to get going
+        beyond = index.view(_UNSIGNED[index.itemsize]) if index.dtype.kind == "i" else index  # negatives: far above n
+        if beyond[beyond.argmax()] >= n:  # `max` takes three times as long to start
             wrong = index[(index < 0) | (index >= n)][0]
             raise SpecMismatch(f"policy chose action {wrong} of {n} (0 to {n - 1})")
         return (index + start if start else index).astype(space.dtype)  # a copy, either way

@@ -1,6 +1,6 @@
-"""StepLimit: episodes cut after so many steps, with the count as a column.
+"""StepLimit: truncate episodes after a number of steps, and report the step count as a column.
 
-Wraps any env; the loop knows nothing of it.
+It wraps any env; the rollout loop does not know about it.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ class StepLimit(Wrapped):
             where = "" if spec.ready_of is None else ": give max_frames_per_traj to the AsyncEnvPool itself"
             raise UsageError(f"max_frames_per_traj resets single lanes, which this env cannot do{where}")
         super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {key}))
-        self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
+        self._count_leaf = len(spec.observation)  # in a row; wrappers around this one append their leaves
         self._count = np.zeros(spec.lanes, np.int64)
-        self._skips = spec.rows != "whole"
+        self._skips_rows = spec.rows != "whole"
         places = {key: n for n, key in enumerate(spec.observation)}
         groups = [key[:-1] for key in places if len(key) > 1 and key[-1] == "truncated"]
         self._groups = [(places[(*group, "truncated")], places[(*group, "done")]) for group in groups]
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        self._env.reset(lanes, into[: self._at], seeds)
+        self._env.reset(lanes, into[: self._count_leaf], seeds)
         self._count[list(lanes)] = 0
-        into[self._at][list(lanes)] = 0
+        into[self._count_leaf][list(lanes)] = 0
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         ended = self._env.step(lanes, row)
         count = self._count
-        if row.mask is not None and self._skips:  # only frames count
+        if row.mask is not None and self._skips_rows:  # only frames count
             count[[lane for lane in lanes if row.mask[lane]]] += 1
-        elif ended and self._env.tells_cuts:  # who has ended and is not done has failed, and made none
+        elif ended and self._env.tells_cuts:  # a lane that ended without being done has failed, and made no frame
             count[[lane for lane in lanes if row.done[lane] or lane not in ended]] += 1
         elif len(lanes) == len(count):
             count += 1
         else:
             count[list(lanes)] += 1
-        row.next[self._at][:, 0] = count
+        row.next[self._count_leaf][:, 0] = count
         over = count >= self._limit
         if over.any():
             for lane in np.flatnonzero(over).tolist():
                 if lane in lanes:
                     row.truncated[lane] = row.done[lane] = True
-                    for truncated, done in self._groups:  # agents that were still at it
+                    for truncated, done in self._groups:  # agents that had not ended yet are truncated
                         row.next[truncated][lane] |= ~row.next[done][lane]
                         row.next[done][lane] = True
                     if lane not in ended:
@@ -85,7 +85,7 @@ class StepLimit(Wrapped):
 
 
 class DeviceStepLimit(WrappedOnDevice):
-    """The same where rows are tensors on the env's device."""
+    """`StepLimit` for an env whose rows are tensors on its own device."""
 
     def __init__(self, env: DeviceEnv, spec: EnvSpec, limit: int) -> None:
         super().__init__(env, spec)

@@ -1,10 +1,10 @@
-"""Atari's games: a screen that nobody looks at is not drawn.
+"""Atari games: skip drawing a screen that is not used.
 
-    game.step(action)  =  the emulator acts (50 µs), draws its screen (20 µs), tells how the game stands
-    undrawn            =  the emulator acts,                                   tells how the game stands
+    game.step(action)  =  the emulator acts (50 µs), draws its screen (20 µs), returns reward, flags and info
+    undrawn            =  the emulator acts,                                   returns reward, flags and info
 
-Of four frames with the same action, as DQN has them, three are looked at by nobody. For the time of such a step the
-game's own way to its screen is hidden behind one that returns `UNDRAWN`; all else is the game's own step.
+DQN repeats an action for four frames, and three of their screens are not used. During such a step the game's method
+that reads the screen is replaced by one that returns `UNDRAWN`; the rest is the game's own step.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-UNDRAWN = object()  # the observation of a step that has none
-_DRAWS = "_get_obs"
-_PASS_ON = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # wrappers that look at no observation once they have checked
+UNDRAWN = object()  # stands for the observation of a step whose screen was not drawn
+_SCREEN_METHOD = "_get_obs"
+_PASSIVE = (OrderEnforcing, PassiveEnvChecker, TimeLimit)  # after their checks these do not read observations
 
 
 def undrawn_step(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`step`, which is the step of `env` after its checks, without an observation; or as it is.
+    """Return `step` (the step of `env` without its checks) in a form that draws no screen; or `step`, unchanged.
 
-    Only where `env` is one of ale_py's own games, and nothing around it that could look at what it shows.
+    The screen is left out only if `env` is one of ale_py's own games and no wrapper around it could read observations.
     """
     inner: Any = env
-    while type(inner) in _PASS_ON:
+    while type(inner) in _PASSIVE:
         inner = inner.env
     kind = type(inner)
     if kind.__name__ != "AtariEnv" or not kind.__module__.startswith("ale_py."):
         return step
-    if any(getattr(vars(kind).get(name), "__module__", None) != kind.__module__ for name in ("step", _DRAWS)):
-        return step  # somebody has replaced it, or this version has none
+    if any(getattr(vars(kind).get(name), "__module__", None) != kind.__module__ for name in ("step", _SCREEN_METHOD)):
+        return step  # a method was replaced, or this version of ale_py lacks it
     game = inner
 
     def undrawn(action: Any) -> Any:
         held = vars(game)
-        if _DRAWS in held or "step" in held:  # somebody has put one of his own in its place
+        if _SCREEN_METHOD in held or "step" in held:  # the user has replaced a method of this object
             return step(action)
         try:
-            held[_DRAWS] = _nothing
+            held[_SCREEN_METHOD] = _no_screen
             return step(action)
         finally:
-            held.pop(_DRAWS, None)
+            held.pop(_SCREEN_METHOD, None)
 
     return undrawn
 
 
-def _nothing() -> object:
+def _no_screen() -> object:
     return UNDRAWN

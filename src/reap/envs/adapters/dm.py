@@ -1,4 +1,4 @@
-"""dm_env: DeepMind's interface (dm_control and others) as a Gymnasium env, and from there as lanes.
+"""dm_env: envs with DeepMind's interface (dm_control and others), converted to Gymnasium envs and then to lanes.
 
 last step with discount 0 ──► terminated        last step with any other discount ──► truncated
 """
@@ -16,7 +16,7 @@ from reap.errors import UsageError, WrongArgument
 
 
 def space_of(spec: Any) -> gym.Space[Any]:
-    """A dm_env spec, or a nest of them, as a Gymnasium space."""
+    """Convert a dm_env spec, or a nest of them, to a Gymnasium space."""
     if isinstance(spec, Mapping):
         return gym.spaces.Dict({str(name): space_of(part) for name, part in spec.items()})
     if isinstance(spec, (list, tuple)):
@@ -39,12 +39,12 @@ def space_of(spec: Any) -> gym.Space[Any]:
 
 
 def is_dm(thing: Any) -> bool:
-    """A `dm_env.Environment`, without importing dm_env to find out."""
+    """Whether this is a `dm_env.Environment`, without importing dm_env."""
     return all(callable(getattr(thing, name, None)) for name in ("observation_spec", "action_spec", "reward_spec"))
 
 
 class DmAsGym(gym.Env[Any, Any]):
-    """A `dm_env.Environment` behind Gymnasium's interface."""
+    """Gymnasium's interface to a `dm_env.Environment`."""
 
     def __init__(self, env: Any) -> None:
         if not all(hasattr(env, name) for name in ("observation_spec", "action_spec", "reset", "step")):
@@ -60,7 +60,7 @@ class DmAsGym(gym.Env[Any, Any]):
         return self._observation(self.env.reset().observation), {}
 
     def _seed(self, seed: int) -> None:
-        """dm_env has no word for seeds; dm_control's tasks keep their generator in `_random`."""
+        """Seed the env by replacing its generator `_random`, as in dm_control's tasks: dm_env has no call for it."""
         task = getattr(self.env, "task", getattr(self.env, "_task", None))
         holder = next(
             (h for h in (task, self.env) if isinstance(getattr(h, "_random", None), np.random.RandomState)), None
@@ -91,13 +91,13 @@ class DmAsGym(gym.Env[Any, Any]):
 
 
 class DMEnv(GymEnv):
-    """An env that speaks dm_env, for instance from dm_control.
+    """An env with the dm_env interface, for instance from dm_control.
 
     >>> env = DMEnv(suite.load("cartpole", "balance"))
 
     Args:
         env: a `dm_env.Environment`.
-        **options: those of `GymEnv`.
+        **options: the options of `GymEnv`.
     """
 
     def __init__(self, env: Any, **options: Any) -> None:

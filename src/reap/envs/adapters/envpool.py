@@ -1,8 +1,8 @@
 """EnvPool: its C++ envs as lanes.
 
-EnvPool resets an ended env on its next step, and can reset or step any subset of its envs when used synchronously. So
-the loop's resets are passed on, and no step is spent on them. Asynchronous pools (`batch_size < num_envs`) answer
-whoever is ready: there the step that resets is masked, and core/lanes/ready.py takes it out.
+EnvPool resets an ended env on its next step. A synchronous pool can also reset or step any subset of its envs, so the
+loop's resets are passed on and no step is spent on them. An asynchronous pool (`batch_size < num_envs`) returns the
+envs that are ready: there the step that resets an env is masked, and core/lanes/ready.py removes it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from reap.spec import LANE_AT, EnvSpec, Key, Leaf, numpy_dtype, show
 
 
 def is_envpool(thing: Any) -> bool:
-    """An env made by `envpool.make`, without importing envpool to find out."""
+    """Whether this was made by `envpool.make`, without importing envpool."""
     return all(hasattr(thing, name) for name in ("recv", "send", "async_reset", "all_env_ids"))
 
 
 class EnvPoolLanes(Env):
-    """An EnvPool env, one lane for each of its envs, all in step."""
+    """A synchronous EnvPool, one lane for each of its envs: all lanes step together."""
 
     def __init__(self, env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> None:
         self.env = env
         self._count = int(env.spec.config.num_envs)
-        self._every = np.arange(self._count)
+        self._lane_ids = np.arange(self._count)
         self._observations = Observations(env.observation_space, categorical=categorical)
         self._actions = Actions(env.action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
@@ -67,7 +67,7 @@ class EnvPoolLanes(Env):
         raise CannotResume("EnvPool's envs are in C++ and do not say what they are in the middle of")
 
     def _seed(self, seeds: Sequence[int]) -> None:
-        """A pool is seeded when it is made (its `seed` does nothing): another one like it takes its place."""
+        """Replace the pool by a new one with these seeds: a pool is seeded when it is made, its `seed` does nothing."""
         spec, config = type(self.env.spec), self.env.spec.config._asdict()
         if "env_seed" not in config:
             raise UsageError("this EnvPool takes its seed when it is made: envpool.make(…, seed=…)")
@@ -91,17 +91,17 @@ class EnvPoolLanes(Env):
         if not done.any():
             return []
         row.terminated[at], row.truncated[at], row.done[at] = terminated, truncated, done
-        return sorted(self._every[at][done].tolist())
+        return sorted(self._lane_ids[at][done].tolist())
 
     def _write(self, observation: Any, info: Mapping[str, Any], arrays: Rows) -> Any:
-        """Write what came back; returns which lanes it was: a slice when all of them, in order."""
+        """Write the pool's answer, and return the lanes it holds: a slice if these are all lanes in order."""
         ids = info["env_id"]
-        whole = len(ids) == self._count and bool((ids == self._every).all())
+        whole = len(ids) == self._count and bool((ids == self._lane_ids).all())
         at: Any = slice(None) if whole else ids
-        self._put(observation, info, arrays, at, len(ids))
+        self._write_rows(observation, info, arrays, at, len(ids))
         return at
 
-    def _put(self, observation: Any, info: Mapping[str, Any], arrays: Rows, at: Any, count: int) -> None:
+    def _write_rows(self, observation: Any, info: Mapping[str, Any], arrays: Rows, at: Any, count: int) -> None:
         self._observations.write_batch(observation, arrays, at, count)
         first = len(self._observations.leaves)
         for array, (key, leaf) in zip(arrays[first:], self._info.items()):
@@ -114,14 +114,14 @@ class EnvPoolLanes(Env):
 
 
 class EnvPoolReady(EnvPoolLanes):
-    """An asynchronous EnvPool env: of its envs, `batch_size` answer at a time, whichever are ready."""
+    """An asynchronous EnvPool, which returns `batch_size` of its envs at a time, as they become ready."""
 
     def __init__(self, env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> None:
         super().__init__(env, categorical=categorical, info_keys=info_keys)
-        self._lanes, self._count = self._count, int(env.spec.config.batch_size)  # a row holds those that answered
+        self._lanes, self._count = self._count, int(env.spec.config.batch_size)  # a row holds one batch of answers
         own = self.spec
         check_names(own, {LANE_AT})
-        self._lane = len(own.observation)
+        self._lane_leaf = len(own.observation)
         self.spec = dataclasses.replace(
             own,
             observation={**own.observation, LANE_AT: Leaf((), torch.int64)},
@@ -132,14 +132,14 @@ class EnvPoolReady(EnvPoolLanes):
             single_resets=False,
             side=own.side | {LANE_AT},
         )
-        self._over = np.zeros(self._lanes, bool)  # the next answer of such a lane is that of a reset
+        self._reset_next = np.zeros(self._lanes, bool)  # lanes whose next answer is that of a reset
         self._in_hand: np.ndarray[Any, Any] = np.arange(self._lanes, dtype=np.int32)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        """All lanes begin anew; `into` gets the first that are ready."""
+        """Reset all lanes, and write the first batch that is ready to `into`."""
         try:
             if seeds is None:
-                self._gather()
+                self._await_all()
             else:
                 self._seed(seeds)
             self.env.async_reset()
@@ -147,11 +147,11 @@ class EnvPoolReady(EnvPoolLanes):
         except Exception as cause:
             reraise("env.reset", cause)
         self._receive(observation, info, into)
-        self._over[:] = True  # the others will answer the reset first
-        self._over[self._in_hand] = False
+        self._reset_next[:] = True  # the next answer of the other lanes is their reset
+        self._reset_next[self._in_hand] = False
 
-    def _gather(self) -> None:
-        """Wait until no lane is on its way. The pool answers `batch_size` at a time: for it some are sent again."""
+    def _await_all(self) -> None:
+        """Wait until every lane has answered. If too few are away to fill a batch, step some others again."""
         while away := self._lanes - len(self._in_hand):
             again = max(self._count - away, 0)
             if again:
@@ -167,40 +167,33 @@ class EnvPoolReady(EnvPoolLanes):
             row.reward[:] = reward
         except Exception as cause:
             reraise("env.step", cause)
-        began = self._over[self._in_hand]
+        began = self._reset_next[self._in_hand]
         assert row.mask is not None
         row.mask[began] = False
         done = (terminated | truncated) & ~began
-        self._over[self._in_hand] = done
+        self._reset_next[self._in_hand] = done
         if done.any():
             row.terminated[:], row.truncated[:], row.done[:] = terminated & done, truncated & done, done
-        return []  # nobody is to be reset: the pool does it
+        return []  # the loop must reset no lane: the pool does
 
     def _receive(self, observation: Any, info: Mapping[str, Any], arrays: Rows) -> None:
         self._in_hand = np.array(info["env_id"], np.int32)
-        self._put(observation, info, arrays, slice(None), self._count)
-        arrays[self._lane][:] = self._in_hand
-
-
-def envpool_lanes(env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> EnvPoolLanes:
-    """The adapter for a pool: in step, or as they are ready."""
-    config = env.spec.config
-    ready = int(config.batch_size) not in (0, int(config.num_envs))
-    return (EnvPoolReady if ready else EnvPoolLanes)(env, categorical=categorical, info_keys=info_keys)
+        self._write_rows(observation, info, arrays, slice(None), self._count)
+        arrays[self._lane_leaf][:] = self._in_hand
 
 
 class EnvPoolEnv(EnvBase):
-    """An EnvPool task as lanes, by its id. With `batch_size` below `num_envs`, lanes are stepped as they are ready.
+    """An EnvPool task as lanes. With `batch_size` below `num_envs`, lanes are stepped as they become ready.
 
     >>> env = EnvPoolEnv("CartPole-v1", num_envs=256)
 
     Args:
-        task: an EnvPool id, or what `envpool.make` returned.
+        task: an EnvPool id, or a pool made by `envpool.make`.
         num_envs: how many lanes.
         categorical_action_encoding: discrete spaces as an index instead of one-hot.
         info_keys: info entries to keep as columns, as for `GymEnv`.
-        **make_kwargs: go to `envpool.make`. Without a `seed` among them every pool has a fresh one (EnvPool's own
-            default is 42 for all); one that is given is used as it is, by every worker that calls the same factory.
+        **make_kwargs: passed to `envpool.make`. Without `seed`, every pool gets a fresh one (EnvPool's own default is
+            42 for all). A given `seed` is used unchanged, by every worker that calls the same factory.
     """
 
     def __init__(
@@ -218,10 +211,11 @@ class EnvPoolEnv(EnvBase):
                 import envpool
             except ImportError:
                 raise missing("envpool", "envpool") from None
-            make_kwargs.setdefault("seed", fresh_seed() % 2**31)  # its own default would be the same in every worker
+            make_kwargs.setdefault("seed", fresh_seed() % 2**31)  # EnvPool's default would be the same in every worker
             task = envpool.make(task, env_type="gymnasium", num_envs=num_envs or 1, **make_kwargs)
         elif make_kwargs or num_envs is not None:
             extra = sorted(make_kwargs) or ["num_envs"]
             raise WrongArgument(f"{extra} go to envpool.make; a finished pool takes none")
-        lanes = envpool_lanes(task, categorical=categorical_action_encoding, info_keys=info_keys)
-        super().__init__(lanes, device=device)
+        config = task.spec.config
+        lanes = EnvPoolReady if int(config.batch_size) not in (0, int(config.num_envs)) else EnvPoolLanes
+        super().__init__(lanes(task, categorical=categorical_action_encoding, info_keys=info_keys), device=device)

@@ -1,7 +1,7 @@
-"""Gymnasium: `gym.Env`s as lanes, and `GymEnv`, the env people type.
+"""Gymnasium: `gym.Env`s as lanes, and `GymEnv`, the class that users call.
 
-GymLanes   N separate envs stepped one after another, written straight into slot rows
-GymEnv     one of them, from an id or an env
+GymLanes   N separate envs, stepped one after another, whose results are written straight into slot rows
+GymEnv     makes these lanes from an id, an env or a vector env
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 class GymLanes(Env):
     """N `gym.Env`s with the same spaces, one lane each.
 
-    With `truncates`, probabilities in place of a one-hot choice are cut to whole numbers before the largest is looked
-    for, as TorchRL does it.
+    With `truncates`, probabilities given in place of a one-hot action are truncated to integers before the argmax, as
+    TorchRL does.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class GymLanes(Env):
         self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
         self._truncates = truncates
         first = self.envs[0]
-        seen, acted = (checked_space(first, what) for what in ("observation_space", "action_space"))
+        observation_space, action_space = (checked_space(first, what) for what in ("observation_space", "action_space"))
         for lane, env in enumerate(self.envs[1:], 1):
             for what in ("observation_space", "action_space"):
                 mine, theirs = getattr(first, what), checked_space(env, what)
                 if mine != theirs:
                     raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
-        self._observations = Observations(seen, categorical=categorical, loose=True)
-        self._actions = Actions(acted, categorical=categorical)
+        self._observations = Observations(observation_space, categorical=categorical, loose=True)
+        self._actions = Actions(action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves, first)
         self._info_at = len(self._observations.leaves)
         self.spec = EnvSpec(
@@ -71,26 +71,29 @@ class GymLanes(Env):
             side=frozenset(self._info),
         )
         self._steps: list[Callable[[Any], Any]] = [noting_actions(env, env.step) for env in self.envs]
-        self._unseen = [*self._steps]  # those whose observations nobody reads
-        self.checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
+        self._unseen_steps = [*self._steps]  # steps for when the observations are not read
+        self.checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still check their steps
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
-        self._at: Any = [-1]
-        self.remake: Callable[[int], gym.Env[Any, Any]] | None = None  # makes the env of a lane anew, where known how
-        self._replace: Callable[..., Any] | None = None  # decides about it, where envs that raise are made anew
-        self._rebuilt = 0
-        self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
+        self._current_lane: Any = [-1]
+        self.remake: Callable[[int], gym.Env[Any, Any]] | None = None  # makes the env of a lane again, if known how
+        self._on_failure: Callable[..., Any] | None = None  # decides about an env that raised, if set
+        self._rebuild_count = 0
+        self._last_seeds: dict[int, int] = {}  # by lane, of the lanes that were seeded
 
     def report_lane(self, memory: Any) -> None:
-        self._at = memory
+        self._current_lane = memory
 
     def wrap_first(self, wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]) -> None:
-        """Put a wrapper around the env of the first lane, before anybody plays."""
-        env = self.envs[0] = wrapper(self.envs[0])
-        self._steps[0] = self._unseen[0] = noting_actions(env, env.step)
-        self.checked.add(0)
+        """Put a wrapper around the env of the first lane, before any lane is stepped."""
+        self._set_env(0, wrapper(self.envs[0]))
+
+    def _set_env(self, lane: int, env: gym.Env[Any, Any]) -> None:
+        self.envs[lane] = env
+        self._steps[lane] = self._unseen_steps[lane] = noting_actions(env, env.step)
+        self.checked.add(lane)
 
     def joined(self, others: Sequence[GymLanes]) -> GymLanes:
-        """These lanes and those of `others` as one batched env."""
+        """Join these lanes and those of `others` into one batched env."""
         for other in others:
             if other._settings != self._settings:
                 raise SpecMismatch(f"lanes are encoded differently: {self._settings} and {other._settings}")
@@ -112,14 +115,14 @@ class GymLanes(Env):
         i, lane, found = 0, 0, None
         try:
             for i, lane in enumerate(lanes):
-                self._at[0], found = lane, None
+                self._current_lane[0], found = lane, None
                 env = self.envs[lane]
                 found = env.reset() if seeds is None else env.reset(seed=seeds[i])
-                if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict would give its keys
+                if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict unpacks to its keys
                     raise _not_a_reset(found)
                 observation, info = found
                 if lane in self.checked:
-                    self._uncheck(lane)
+                    self._skip_checks(lane)
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     into[0][lane] = observation
                 else:
@@ -129,31 +132,31 @@ class GymLanes(Env):
         except Exception as cause:
             wrong = isinstance(found, (tuple, list)) and len(found) != 2
             error = as_raised("env.reset raised", _not_a_reset(found) if wrong else cause).at(lane=lane)
-            if self._replace is None:
+            if self._on_failure is None:
                 raise error from error.__cause__
-            self._rebuild(lane, error, into)
+            self._replace_env(lane, error, into)
             self.reset(list(lanes)[i + 1 :], into, None if seeds is None else list(seeds)[i + 1 :])
-        self._at[0] = -1
+        self._current_lane[0] = -1
 
     def leave_out_checks(self) -> None:
-        """Step those lanes without Gymnasium's checks that have passed them, whoever has stepped them so far."""
+        """Skip Gymnasium's checks in lanes that have passed them, also if another library made the steps so far."""
         for lane in [*self.checked]:
-            self._uncheck(lane)
+            self._skip_checks(lane)
 
-    def _uncheck(self, lane: int) -> None:
+    def _skip_checks(self, lane: int) -> None:
         env = self.envs[lane]
         step = unchecked_step(env)
         if step is not None:
             self._steps[lane] = noting_actions(env, step)
-            self._unseen[lane] = noting_actions(env, undrawn_step(env, step))
+            self._unseen_steps[lane] = noting_actions(env, undrawn_step(env, step))
             self.checked.remove(lane)
 
     def step(self, lanes: Sequence[int], row: Row, *, unseen: bool = False) -> list[int]:
-        """`unseen`: nobody reads the observations, which may be left out."""
+        """Step the lanes. With `unseen`, the observations are not read and may be left out."""
         actions = self._decode(*row.action)
-        steps = self._unseen if unseen else self._steps
+        steps = self._unseen_steps if unseen else self._steps
         write, successors, reward = self._observations.write, row.next, row.reward
-        first, infos, at = successors[0], self._info, self._at
+        first, infos, at = successors[0], self._info, self._current_lane
         shape, dtype = self._observations.plain
         ended: list[int] = []
         lane = 0
@@ -161,7 +164,7 @@ class GymLanes(Env):
             for lane in lanes:
                 at[0] = lane
                 observation, r, terminated, truncated, info = steps[lane](actions[lane])
-                # One array of just the right kind is the common case and a bare row assignment.
+                # An array of exactly the right shape and dtype is the common case: a bare row assignment.
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     first[lane] = observation
                 elif observation is not UNDRAWN:
@@ -169,7 +172,7 @@ class GymLanes(Env):
                 try:
                     reward[lane] = r
                 except (TypeError, ValueError):
-                    reward[lane] = np.asarray(r).item()  # an array of one number is a number
+                    reward[lane] = np.asarray(r).item()  # an array of one number counts as a number
                 if r is None:  # NumPy would make it NaN
                     raise SpecMismatch("env.step returned None as the reward")
                 if infos:
@@ -178,14 +181,14 @@ class GymLanes(Env):
                     row.terminated[lane], row.truncated[lane], row.done[lane] = terminated, truncated, True
                     ended += [lane]
         except Exception as cause:
-            inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
-            what = "env.step raised" if inside else "what env.step returned cannot be read:"
-            if not inside and "unpack" in str(cause):
+            raised_inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
+            what = "env.step raised" if raised_inside else "what env.step returned cannot be read:"
+            if not raised_inside and "unpack" in str(cause):
                 what = f"env.step must return (observation, reward, terminated, truncated, info); {what}"
             error = as_raised(what, cause).at(lane=lane)
-            if self._replace is None:
+            if self._on_failure is None:
                 raise error from error.__cause__
-            self._rebuild(lane, error)
+            self._replace_env(lane, error)
             ended = [*ended, lane, *self._step_rest(lane, lanes, row)]
         at[0] = -1
         return ended
@@ -195,24 +198,24 @@ class GymLanes(Env):
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         if self.remake is None or any(leaf.loose for leaf in self.spec.observation.values()):
             return False
-        self._replace, self.tells_cuts = replace, True
+        self._on_failure, self.tells_cuts = replace, True
         return True
 
     def restarts(self) -> int:
-        return self._rebuilt
+        return self._rebuild_count
 
     def _step_rest(self, lane: int, lanes: Sequence[int], row: Row) -> list[int]:
-        """One lane has made no frame; step those that come after it."""
+        """Mark that `lane` has made no frame, and step the lanes that come after it."""
         row.leave_out([lane])
         rest = list(lanes)[list(lanes).index(lane) + 1 :]
         return self.step(rest, row) if rest else []
 
-    def _rebuild(self, lane: int, error: ReapError, into: Rows | None = None) -> None:
-        """Put another env in the place of one that raised. `into`: begin an episode there, too."""
-        remake, replace = self.remake, self._replace
+    def _replace_env(self, lane: int, error: ReapError, into: Rows | None = None) -> None:
+        """Replace the env of a lane that raised. With `into`, also write the first observation of a new episode."""
+        remake, replace = self.remake, self._on_failure
         assert remake is not None
         assert replace is not None
-        with contextlib.suppress(Exception):  # it has failed before
+        with contextlib.suppress(Exception):  # the env has failed already
             self.envs[lane].close()
 
         def made() -> tuple[gym.Env[Any, Any], Any]:
@@ -224,16 +227,15 @@ class GymLanes(Env):
                         raise SpecMismatch(f"lane {lane} was made anew, and has {what} {theirs} in place of {mine}")
                 seed = self._last_seeds.get(lane)
                 if seed is not None:
-                    return new, new.reset(seed=restart_seed(seed, self._rebuilt + 1))
+                    return new, new.reset(seed=restart_seed(seed, self._rebuild_count + 1))
                 return new, None if into is None else new.reset()
             except Exception as cause:
                 again = as_raised("making the env of the lane anew raised", cause).at(lane=lane)
                 raise again from again.__cause__
 
-        self.envs[lane], first = replace(lane, error, made)
-        self._rebuilt += 1
-        self._steps[lane] = self._unseen[lane] = noting_actions(self.envs[lane], self.envs[lane].step)
-        self.checked.add(lane)
+        env, first = replace(lane, error, made)
+        self._set_env(lane, env)
+        self._rebuild_count += 1
         if into is not None:
             observation, info = first
             self._observations.write(observation, into, lane)
@@ -251,11 +253,9 @@ class GymLanes(Env):
         return saved_env(self.envs[lane], lane)
 
     def load_lane_state(self, lane: int, state: Any) -> None:
-        env = self.envs[lane]
-        restore_env(state, env)
-        self._steps[lane] = self._unseen[lane] = noting_actions(env, env.step)
-        self.checked.add(lane)
-        self._uncheck(lane)
+        restore_env(state, self.envs[lane])
+        self._set_env(lane, self.envs[lane])
+        self._skip_checks(lane)
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):
@@ -270,7 +270,7 @@ class GymLanes(Env):
 
 
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
-    """Repeats each action, adds up the rewards, and stops early where the episode ends."""
+    """Repeats each action, sums the rewards, and stops early if the episode ends."""
 
     def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
         if times < 1:
@@ -289,7 +289,7 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class GymEnv(EnvBase):
-    """A Gymnasium env, from its id or the env itself.
+    """A Gymnasium env, made from an id or wrapped around an env.
 
     >>> env = GymEnv("CartPole-v1")
     >>> env.rollout(3)["observation"].shape
@@ -298,15 +298,15 @@ class GymEnv(EnvBase):
     Args:
         env: a Gymnasium id or its registered spec (further keywords go to `gymnasium.make`), a `gymnasium.Env` or a
             `VectorEnv`.
-        num_envs: with an id: so many lanes. With `vectorization_mode` they come from `gymnasium.make_vec`.
-        categorical_action_encoding: discrete spaces as an index instead of one-hot.
-        frame_skip: repeat each action this often, adding up rewards.
-        from_pixels: what `render()` shows, as "pixels", in place of the env's own observations; beside them with
-            `pixels_only=False`.
+        num_envs: the number of lanes, with an id. With `vectorization_mode` they come from `gymnasium.make_vec`.
+        categorical_action_encoding: encode discrete spaces as an index instead of one-hot.
+        frame_skip: repeat each action this many times and sum the rewards.
+        from_pixels: observe the image from `render()` as "pixels", in place of the env's own observations, or beside
+            them with `pixels_only=False`.
         info_keys: info entries to keep as columns: names (float32 numbers), or a mapping from name to a dtype, a
-            (dtype, shape) or a space. Missing entries are zero. A tuple names an entry of a dict; "episode" all that
-            Gymnasium's `RecordEpisodeStatistics` says at the end of one.
-        device: where tensors used by hand are placed.
+            (dtype, shape) or a space. Missing entries are zero. A tuple names an entry of a nested dict; "episode"
+            stands for all entries that Gymnasium's `RecordEpisodeStatistics` adds when an episode ends.
+        device: where to place the tensors that `reset`, `step` and `rollout` return.
     """
 
     def __init__(

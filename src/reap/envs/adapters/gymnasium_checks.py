@@ -1,11 +1,11 @@
-"""What `gymnasium.make` puts around an env, left out of the step once it can have no effect any more.
+"""Skip the wrappers that `gymnasium.make` puts around an env, once they have no effect any more.
 
     make("X") = TimeLimit(OrderEnforcing(PassiveEnvChecker(X)))
     env.step  ──►  X.step, and TimeLimit's count on the TimeLimit itself
 
-OrderEnforcing asks whether there was a reset, which stays so after the first; PassiveEnvChecker looks at the first
-reset and the first two steps. From then on both only pass on what they are given. The env objects stay as they are:
-nobody else's `env.step` is another.
+OrderEnforcing checks that there was a reset, which holds forever after the first. PassiveEnvChecker checks the first
+reset and the first two steps. From then on both only pass calls on. The env objects are not modified: `env.step` is
+unchanged for all other callers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DONE = {OrderEnforcing: ("_has_reset",), PassiveEnvChecker: ("checked_reset", "
 
 
 def unchecked_step(env: gym.Env[Any, Any]) -> Callable[[Any], Any] | None:
-    """`env.step` without these checks; `env.step` itself where there are none; None while they have not been made.
+    """Return a step without these checks: `env.step` if the env has none, None until the checks have passed.
 
-    They are left out from the outside inwards, up to the first wrapper that is of another kind: a user's stays, and
-    sees all that happens inside it.
+    Wrappers are skipped from the outermost inwards, up to the first of another kind, so that a user's wrapper still
+    sees every step of the env inside it.
     """
     limit: Any = None
     inner: Any = env
@@ -32,7 +32,7 @@ def unchecked_step(env: gym.Env[Any, Any]) -> Callable[[Any], Any] | None:
         kind = type(inner)
         if kind is TimeLimit and limit is None and {"_elapsed_steps", "_max_episode_steps"} <= vars(inner).keys():
             limit = inner
-        elif kind in _DONE and not vars(inner).keys().isdisjoint(_DONE[kind]):  # versions have more or fewer of them
+        elif kind in _DONE and not vars(inner).keys().isdisjoint(_DONE[kind]):  # versions differ in their flags
             if not all(vars(inner).get(flag, True) for flag in _DONE[kind]):
                 return None
             checks += 1
@@ -42,7 +42,7 @@ def unchecked_step(env: gym.Env[Any, Any]) -> Callable[[Any], Any] | None:
     if not checks:
         return env.step
     if limit is None:
-        return lambda action: inner.step(action)  # looked up each time: somebody may replace it
+        return lambda action: inner.step(action)  # looked up at each step, since it may be replaced
 
     def step(action: Any) -> Any:
         told = inner.step(action)

@@ -1,10 +1,11 @@
-"""A Gymnasium env in the middle of an episode, saved and brought back.
+"""Save and restore a Gymnasium env in the middle of an episode.
 
-By the env's own `get_state()` and `set_state(state)` where it has both; else by pickling it with all its wrappers, its
-random generator among them. Two kinds of env cannot be pickled as they are: those that Gymnasium pickles by their
-arguments (`EzPickle`: MuJoCo) would begin anew, so they are pickled by what they hold; Atari's emulator is saved as a
-state of its own, for the emulator that is there. That state lacks the action which sticky actions would repeat: it is
-kept beside it (`noting_actions`). Whatever cannot be pickled either says so.
+An env with both `get_state()` and `set_state(state)` is saved by these; any other is pickled with all its wrappers and
+its random generator. Two kinds of env need special treatment. Gymnasium pickles an `EzPickle` env (MuJoCo) by its
+constructor arguments, which would restart its episode: its attributes are pickled instead. An Atari emulator is saved
+by its own state, which is loaded into the emulator of the env being restored. That state lacks the previous action,
+which sticky actions repeat: the action is saved beside it (`noting_actions`). `CannotResume` says why any other env
+cannot be pickled.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from reap.core.resume import CannotResume, Packed, has_own_state, packed, unpack
 from reap.errors import CorruptState
 
 _OWN, _PICKLED = "own", "pickled"
-_SURELY = 64  # times an action is given to an emulator that at each time may repeat the one before it
+_REPEATS = 64  # times an action is sent to an emulator that may repeat the previous action each time
 
 
 def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Packed]:
-    """Return the state of an env, as `restore_env` takes it."""
+    """Return the state of an env, for `restore_env`."""
     game: Any = env.unwrapped
     try:
         if hasattr(game, "ale") and (game.continuous or env.action_space != game.action_space):
             raise TypeError("its emulator would repeat an action that is not known")
         if hasattr(game, "ale") and game.ale.getEpisodeFrameNumber() == 0:
-            game.last_action = None  # it was of the episode before
+            game.last_action = None  # it belongs to the previous episode
         return _saved(env)
     except Exception as cause:
         raise _not_pickled(game, cause, lane) from cause
 
 
 def restore_env(state: tuple[str, Packed], env: Any) -> None:
-    """Let `env`, made as the saved one was, be where that one was."""
+    """Put `env`, which must be built like the saved one, into the saved state."""
     how, data = state
     if how == _OWN:
         env.set_state(unpacked(data))
@@ -52,22 +53,22 @@ def restore_env(state: tuple[str, Packed], env: Any) -> None:
     if [type(one) for one in mine] != [type(one) for one in saved]:
         raise CorruptState(f"this state is of the env {found}, here is {env}; nothing was loaded")
     for one, other in zip(mine, saved):
-        one.__dict__ = other.__dict__  # one for both: what is inside may know its env
+        one.__dict__ = other.__dict__  # the same dict object: something inside may refer to its env
     for outer, inner in itertools.pairwise(mine):
         vars(outer)["env"] = inner
-    if reader.emulated is not None:
-        _emulate(env.unwrapped, reader.emulated)
+    if reader.emulator_state is not None:
+        _restore_emulator(env.unwrapped, reader.emulator_state)
 
 
 def _layers(env: Any) -> Iterator[Any]:
-    """An env and all that is inside it, from the outside inwards."""
+    """Yield an env and every env inside its wrappers, from the outermost inwards."""
     while env is not None:
         yield env
         env = env.env if isinstance(env, (gym.Wrapper, VectorWrapper)) else None
 
 
 def saved_vector_env(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
-    """What `restore_vector_env` takes: each of its envs, where it has them here, and what all layers hold beside."""
+    """Return the state of a vector env, for `restore_vector_env`: its envs, if they live here, and its wrappers."""
     base = env.unwrapped
     if has_own_state(env):
         return {"own": packed(env.get_state())}  # type: ignore[attr-defined]
@@ -78,14 +79,14 @@ def saved_vector_env(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
         )
     inside = [saved_env(one, lane) for lane, one in enumerate(getattr(base, "envs", ()))]
     try:
-        held = [packed(_held(layer), _dumps) for layer in _layers(env)]
+        held = [packed(_own_attributes(layer), _dumps) for layer in _layers(env)]
     except Exception as cause:
         raise _not_pickled(base, cause) from cause
     return {"envs": inside, "layers": held, "kinds": [type(layer).__name__ for layer in _layers(env)]}
 
 
 def restore_vector_env(state: Mapping[str, Any], env: VectorEnv[Any, Any, Any]) -> None:
-    """Let `env`, made as the saved one was, be where that one was."""
+    """Put `env`, which must be built like the saved one, into the saved state."""
     if "own" in state:
         env.set_state(unpacked(state["own"]))  # type: ignore[attr-defined]
         return
@@ -98,13 +99,13 @@ def restore_vector_env(state: Mapping[str, Any], env: VectorEnv[Any, Any, Any]) 
         vars(layer).update(unpacked(held))
 
 
-def _held(layer: Any) -> dict[str, Any]:
-    """What a layer of a vector env holds, without the envs inside it."""
+def _own_attributes(layer: Any) -> dict[str, Any]:
+    """Return the attributes of one layer of a vector env, without the envs inside it."""
     return {name: value for name, value in vars(layer).items() if name not in ("env", "envs", "env_fns")}
 
 
 def saved_world(env: Any, lane: int = 0) -> tuple[str, Packed]:
-    """What `restore_env` takes, of an env of another library's (PettingZoo)."""
+    """Return the state of an env of another library (PettingZoo), for `restore_env`."""
     try:
         return _saved(env)
     except Exception as cause:
@@ -124,7 +125,7 @@ def _not_pickled(env: Any, cause: Exception, lane: int | None = None) -> CannotR
 
 
 def noting_actions(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`env.step`; of an Atari game one that keeps the last action with it."""
+    """Return `step`; for an Atari game, wrapped so that each action is kept as the game's `last_action`."""
     game: Any = env.unwrapped
     if not hasattr(game, "ale"):
         return step
@@ -137,7 +138,7 @@ def noting_actions(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callab
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Envs by what they hold, never by the arguments they were made with."""
+    """Pickles an env by its attributes, even if it is an `EzPickle`, and an Atari emulator by its own state."""
 
     def persistent_id(self, thing: Any) -> Any:
         return ("ale", thing.cloneSystemState()) if type(thing).__name__ == "ALEInterface" else None
@@ -152,21 +153,21 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, env: Any) -> None:
         super().__init__(file)
         self._env = env
-        self.emulated: Any = None
+        self.emulator_state: Any = None
 
     def persistent_load(self, name: Any) -> Any:
-        """The emulator that is there; what is given back to it, once its env is known, is `emulated`."""
-        self.emulated = name[1]
+        """Return the emulator of the env being restored, and keep the saved state in `emulator_state` for later."""
+        self.emulator_state = name[1]
         return self._env.unwrapped.ale
 
 
-def _emulate(game: Any, state: Any) -> None:
-    """Let an emulator be where another was: its last action first, which its state does not hold."""
+def _restore_emulator(game: Any, state: Any) -> None:
+    """Restore an emulator's state. Its last action is not part of that state, so it is played first."""
     game.ale.reset_game()
     action: Any = getattr(game, "last_action", None)
     least, all_of_them = game.ale.getMinimalActionSet(), game.ale.getLegalActionSet()
     actions = least if game.action_space.n == len(least) else all_of_them
-    for _ in range(0 if action is None else _SURELY):
+    for _ in range(0 if action is None else _REPEATS):
         game.ale.act(actions[int(action)])
     game.ale.restoreSystemState(state)
 

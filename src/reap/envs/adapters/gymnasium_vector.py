@@ -1,9 +1,9 @@
-"""Gymnasium's vector envs as lanes: every autoreset mode turned into the one true form.
+"""Gymnasium's vector envs as lanes: every autoreset mode is converted to the one form that `Env` guarantees.
 
-SAME_STEP   the env has reset already: the true last observation is taken from info, the fresh one is kept back
-            until the loop asks for a reset
+SAME_STEP   the env has reset already: the true last observation is taken from info, and the reset observation is kept
+            until the loop resets the lane
 DISABLED    the loop's reset is passed on, with `options={"reset_mask": …}`
-NEXT_STEP   the same, where single lanes can be reset (Gymnasium's Sync- and AsyncVectorEnv). Where they cannot, the env
+NEXT_STEP   the same, if single lanes can be reset (Gymnasium's Sync- and AsyncVectorEnv). If they cannot, the env
             spends its next step on the reset; that step is no frame and is skipped: the lane's later rows move up
             and `("collector", "mask")` is False at its end
 """
@@ -72,25 +72,26 @@ class VectorLanes(Env):
             single_resets=self._resets_lanes,
             side=frozenset(self._info),
         )
-        self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its fresh observation
-        self._resetting: Any = None  # NEXT_STEP: mask of the lanes whose next step is their reset; None: of none
+        self._fresh: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its reset observation
+        self._resets_next: Any = None  # NEXT_STEP: mask of the lanes whose next step is their reset, or None
         self._ended = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes that ended and wait for the loop's reset
-        self._just_ended: list[int] = []  # those of the last step, as the loop was told
+        self._just_ended: list[int] = []  # lanes that ended in the last step: the list that `step` returned
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._decode = self._actions.decoder(action, batch=True)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         if lanes is self._just_ended and seeds is None and self.spec.rows == "skipping":
-            self._resetting, self._ended = self._ended, np.zeros(self._count, np.bool_)
+            self._resets_next, self._ended = self._ended, np.zeros(self._count, np.bool_)
             self._just_ended = []
             return
         chosen = list(lanes)
-        if seeds is None:  # lanes the env resets by itself need no call
-            rest = self._not_by_themselves(chosen)
-            whole = len(chosen) == self._count and not self._resets_lanes  # all, or those that are left: it cannot
+        if seeds is None:  # lanes that the env resets by itself need no call
+            rest = self._needing_reset_call(chosen)
+            # An env that cannot reset single lanes gets one reset of all lanes, if all are due and any needs a call.
+            whole = len(chosen) == self._count and not self._resets_lanes
             if not (rest and whole):
-                self._let_reset(chosen if not rest else sorted({*chosen}.difference(rest)), into)
+                self._take_own_resets(chosen if not rest else sorted({*chosen}.difference(rest)), into)
                 chosen = rest
             if not chosen:
                 return
@@ -100,7 +101,7 @@ class VectorLanes(Env):
                 f"{type(self.env.unwrapped).__name__} cannot reset single lanes, which max_frames_per_traj and "
                 f"reset(index) need; let it honour options['reset_mask'] and declare AutoresetMode.DISABLED"
             )
-        seed = None if seeds is None else self._seed_of(chosen, seeds)
+        seed = None if seeds is None else self._seed_argument(chosen, seeds)
         try:
             if every:
                 observation, info = self.env.reset(seed=seed)
@@ -113,39 +114,39 @@ class VectorLanes(Env):
         at: Any = slice(None) if every else chosen
         self._observations.write_batch(observation, into, at)
         self._write_info(info, into, at)
-        for lane in chosen if self._kept else ():
-            self._kept.pop(lane, None)
+        for lane in chosen if self._fresh else ():
+            self._fresh.pop(lane, None)
         self._ended[chosen] = False
-        if self._resetting is not None:
-            self._resetting[chosen] = False
+        if self._resets_next is not None:
+            self._resets_next[chosen] = False
 
-    def _seed_of(self, lanes: list[int], seeds: Sequence[int]) -> Any:
-        """What `env.reset` takes as its seed, for these lanes to be seeded."""
+    def _seed_argument(self, lanes: list[int], seeds: Sequence[int]) -> Any:
+        """Return the `seed` argument with which `env.reset` seeds these lanes."""
         if not isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
-            return int(seeds[0])  # one generator for all lanes, as such envs have it
+            return int(seeds[0])  # such envs have one generator for all lanes
         seed: list[int | None] = [None] * self._count
         for lane, one in zip(lanes, seeds):
             seed[lane] = int(one)
         return seed
 
-    def _not_by_themselves(self, lanes: list[int]) -> list[int]:
-        """Those of the lanes that the env does not reset by itself."""
+    def _needing_reset_call(self, lanes: list[int]) -> list[int]:
+        """Return the lanes that the env does not reset by itself."""
         if self.spec.rows == "skipping":
             asked = np.asarray(lanes)
             found: list[int] = asked[~self._ended[asked]].tolist()
             return found
-        return [lane for lane in lanes if lane not in self._kept]
+        return [lane for lane in lanes if lane not in self._fresh]
 
-    def _let_reset(self, lanes: list[int], into: Rows) -> None:
-        """Lanes that the env has reset already, or will with its next step."""
+    def _take_own_resets(self, lanes: list[int], into: Rows) -> None:
+        """Reset lanes that the env has reset already (write what it kept), or will reset with its next step."""
         if self.spec.rows == "skipping":
             self._ended[lanes] = False
-            if self._resetting is None:
-                self._resetting = np.zeros(self._count, np.bool_)
-            self._resetting[lanes] = True
+            if self._resets_next is None:
+                self._resets_next = np.zeros(self._count, np.bool_)
+            self._resets_next[lanes] = True
             return
         for lane in lanes:
-            for array, value in zip(into, self._kept.pop(lane)):
+            for array, value in zip(into, self._fresh.pop(lane)):
                 array[lane : lane + 1] = value
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
@@ -160,9 +161,9 @@ class VectorLanes(Env):
                 self._write_info(info, row.next, slice(None))
         except Exception as cause:
             reraise("env.step", cause)
-        if self._resetting is not None:
-            np.logical_not(self._resetting, out=row.mask)
-            self._resetting = None
+        if self._resets_next is not None:
+            np.logical_not(self._resets_next, out=row.mask)
+            self._resets_next = None
         done = np.logical_or(terminated, truncated)
         ended: list[int] = done.nonzero()[0].tolist()
         if not ended:
@@ -171,20 +172,20 @@ class VectorLanes(Env):
         self._ended, self._just_ended = done, ended
         if self.mode is AutoresetMode.SAME_STEP:
             for lane in ended:
-                self._kept[lane] = tuple(array[lane : lane + 1].copy() for array in row.next)
+                self._fresh[lane] = tuple(array[lane : lane + 1].copy() for array in row.next)
                 self._observations.write(_final(info, lane), row.next, lane)
                 self._write_final_info(info, row.next, lane)
         return ended
 
     def _write_final_info(self, whole: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         info: Any = whole.get("final_info", {})
-        alone = isinstance(info, np.ndarray)  # one dict per lane
-        info = (info[lane] or {}) if alone else info
+        one_per_lane = isinstance(info, np.ndarray)  # one dict per lane
+        info = (info[lane] or {}) if one_per_lane else info
         for array, (key, leaf) in zip(arrays[len(self._observations.leaves) :], self._info.items()):
             value = info_entry(info, key)
             if value is None and recorded_at_end(whole, key):
-                continue  # said of the episode that ended, beside the info of the one that began
-            value = value if value is None or alone else value[lane]
+                continue  # the main info, written before, reports the episode that ended
+            value = value if value is None or one_per_lane else value[lane]
             array[lane] = 0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), f"info {show(key)}")
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, at: Any) -> None:
@@ -194,51 +195,47 @@ class VectorLanes(Env):
             if values is None:
                 array[at] = 0
                 continue
-            whole = fit(np.asarray(values), (self._count, *leaf.shape), numpy_dtype(leaf.dtype), f"info {show(key)}")
-            array[at] = whole[at]
+            whole = fit(values, (self._count, *leaf.shape), numpy_dtype(leaf.dtype), f"info {show(key)}")
             if given is not None:
-                absent = ~np.asarray(given)
-                absent[[lane for lane in range(self._count) if lane not in _lanes(at, self._count)]] = False
-                array[absent] = 0
+                whole = whole.copy()
+                whole[~np.asarray(given)] = 0
+            array[at] = whole[at]
 
     def open_state(self) -> Any:
-        masks = [None if mask is None else torch.from_numpy(mask.copy()) for mask in (self._resetting, self._ended)]
-        return {"env": saved_vector_env(self.env), "kept": packed(self._kept), "resetting": masks[0], "ended": masks[1]}
+        resetting = None if self._resets_next is None else torch.from_numpy(self._resets_next.copy())
+        ended = torch.from_numpy(self._ended.copy())
+        return {"env": saved_vector_env(self.env), "kept": packed(self._fresh), "resetting": resetting, "ended": ended}
 
     def load_open_state(self, state: Any) -> None:
         restore_vector_env(state["env"], self.env)
-        self._kept, self._just_ended = unpacked(state["kept"]), []
+        self._fresh, self._just_ended = unpacked(state["kept"]), []
         self._ended = state["ended"].numpy().copy()
-        self._resetting = None if state["resetting"] is None else state["resetting"].numpy().copy()
+        self._resets_next = None if state["resetting"] is None else state["resetting"].numpy().copy()
 
     def close(self) -> None:
         self.env.close()
 
 
 class _SharedOptions(dict[str, Any]):
-    """Options of a reset that stay whole: Gymnasium's vector envs take `reset_mask` out of what they are given, and the
-    wrapper that counts returns, which looks for it afterwards, would count anew for every lane.
+    """Reset options whose `pop` removes nothing. Gymnasium's vector envs pop `reset_mask`, but RecordEpisodeStatistics
+    reads it afterwards and would otherwise reset its counts in every lane.
     """
 
     def pop(self, key: str, *default: Any) -> Any:
         return self.get(key, *default)
 
 
-def _lanes(at: Any, count: int) -> set[int]:
-    return set(range(count)) if isinstance(at, slice) else set(at)
-
-
 def _final(info: Mapping[str, Any], lane: int) -> Any:
-    """One lane's true last observation, from any of the places vector envs put it."""
+    """Return one lane's true last observation, from any of the info keys under which vector envs report it."""
     for key in ("final_obs", "final_observation"):
         if key in info:
-            return _pick(info[key], lane)
+            return _of_lane(info[key], lane)
     raise SpecMismatch(f"lane {lane} ended in SAME_STEP mode but info has no 'final_obs'; it holds {sorted(info)}")
 
 
-def _pick(batch: Any, lane: int) -> Any:
+def _of_lane(batch: Any, lane: int) -> Any:
     if isinstance(batch, Mapping):
-        return {key: _pick(value, lane) for key, value in batch.items()}
+        return {key: _of_lane(value, lane) for key, value in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(_pick(value, lane) for value in batch)
+        return tuple(_of_lane(value, lane) for value in batch)
     return batch[lane]

@@ -1,14 +1,15 @@
-"""JAX envs as lanes: gymnax's functions and brax's states, vmapped and compiled once.
+"""JAX envs as lanes: gymnax and brax envs, vmapped over lanes and compiled once.
 
     torch action ── dlpack ──► jit(vmap(step)) ── dlpack ──► torch rows          no NumPy in between
 
 gymnax   `step_env` and `reset_env` are called, which never reset by themselves, so the true last observation is kept.
-         From 1.0 on `is_truncated` tells the time limit apart. Before, one `done` means both: an end at
-         `params.max_steps_in_episode` is truncated, and also terminated only if `is_terminal` says so without the limit
+         From 1.0 on `is_truncated` reports the time limit. Before, `done` means either: an end at
+         `params.max_steps_in_episode` is truncated, and also terminated only if `is_terminal` holds without the limit
 brax     `done` with `info["truncation"]` is truncated, without it terminated. An AutoResetWrapper is refused
 
-Every lane has a key, made from its seed. Its episode `e` has the key `fold_in(lane's, e)`, and step `t` of it
-`fold_in(episode's, t)`; the reset is step 0. So an episode follows from its lane's seed, its number and the actions.
+Every lane has a key, made from its seed. Episode `e` has the key `fold_in(lane's key, e)`, and step `t` of it
+`fold_in(episode's key, t)`; the reset is step 0. So the lane's seed, the episode's number and the actions determine an
+episode.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any, Any, Any, Any]]  # key, state, 
 
 
 def is_gymnax(thing: Any) -> bool:
-    """An env of gymnax's kind. Its wrappers pass these names on without having them, and are not."""
+    """Whether this is a gymnax env. gymnax's wrappers are not: their class lacks these methods and forwards them."""
     return all(hasattr(type(thing), name) for name in ("reset_env", "step_env", "action_space"))
 
 
 def is_brax(thing: Any) -> bool:
-    """An env of brax's kind."""
-    # brax computes its sizes when asked, by a reset; getattr_static does not ask
+    """Whether this is a brax env."""
+    # brax's size properties perform a reset when they are read; getattr_static does not read them
     names = ("observation_size", "action_size", "reset", "step")
     return not isinstance(thing, type) and all(inspect.getattr_static(thing, name, None) for name in names)
 
 
 class JaxBatch:
-    """N copies of a functional env behind the protocol of `reap.envs.adapters.torch_native`."""
+    """N copies of a functional env, with the protocol of `reap.envs.adapters.torch_native`."""
 
     def __init__(self, env: Any, params: Any, num_envs: int, seed: int | None, *, categorical: bool) -> None:
         try:
@@ -72,7 +73,7 @@ class JaxBatch:
         self._compile(reset, step, categorical)
         self._keys = jax.numpy.zeros((num_envs, 2), "uint32")
         self._episode = jax.numpy.zeros(num_envs, "int32")
-        self._run: Any = None  # steps made in this episode, state
+        self._run: Any = None  # per lane: steps made in this episode, env state
         self.seed(range(num_envs), chain(fresh_seed() if seed is None else seed, num_envs)[0])
         self.device = from_dlpack(self._episode).device
 
@@ -83,8 +84,8 @@ class JaxBatch:
         wanted = self.single_action_space
         self._action_dtype = torch.int32 if isinstance(wanted, gym.spaces.Discrete) else torch_dtype(wanted.dtype)
 
-        def look(observation: Any) -> list[Any]:
-            """One lane's leaves as the batch shows them."""
+        def batch_leaves(observation: Any) -> list[Any]:
+            """Return one lane's leaves in the form they have in a batch."""
             found = []
             for path, leaf in self._leaves:
                 value = observation
@@ -95,54 +96,55 @@ class JaxBatch:
                 found.append((value.astype(jnp.int8) if value.dtype == bool else value).reshape(leaf.shape))
             return found
 
-        def moment(key: Any, episode: Any, t: Any) -> Any:
+        def step_key(key: Any, episode: Any, t: Any) -> Any:
             return jax.random.fold_in(jax.random.fold_in(key, episode), t)
 
-        def begin(mask: Any, key: Any, episode: Any) -> tuple[Any, ...]:
+        def reset_lane(mask: Any, key: Any, episode: Any) -> tuple[Any, ...]:
             episode = episode + mask
-            observation, state = reset(moment(key, episode, 0))
-            return look(observation), episode, (jnp.int32(0), state)
+            observation, state = reset(step_key(key, episode, 0))
+            return batch_leaves(observation), episode, (jnp.int32(0), state)
 
-        def go(key: Any, episode: Any, run: Any, action: Any) -> tuple[Any, ...]:
+        def step_lane(key: Any, episode: Any, run: Any, action: Any) -> tuple[Any, ...]:
             t, state = run
             t = t + 1
             observation, state, reward, terminated, truncated = step(
-                moment(key, episode, t), state, action.reshape(wanted.shape)
+                step_key(key, episode, t), state, action.reshape(wanted.shape)
             )
             flags = (jnp.asarray(x).reshape(()).astype(bool) for x in (terminated, truncated))
-            return look(observation), (t, state), jnp.asarray(reward, jnp.float32).reshape(()), *flags
+            return batch_leaves(observation), (t, state), jnp.asarray(reward, jnp.float32).reshape(()), *flags
 
-        def choose(mask: Any, new: Any, old: Any) -> Any:
+        def select(mask: Any, new: Any, old: Any) -> Any:
             def leaf(a: Any, b: Any) -> Any:
                 return jnp.where(mask.reshape(-1, *(1,) * (jnp.ndim(a) - 1)), a, b)
 
             return jax.tree.map(leaf, new, old)
 
-        self._begin, self._go, self._choose = jax.jit(jax.vmap(begin)), jax.jit(jax.vmap(go)), jax.jit(choose)
+        self._reset_lanes, self._step_lanes = jax.jit(jax.vmap(reset_lane)), jax.jit(jax.vmap(step_lane))
+        self._select = jax.jit(select)
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int]) -> None:
-        """New keys for `lanes`, which begin to count their episodes anew."""
+        """Give `lanes` new keys, and count their episodes from 0 again."""
         chosen = np.asarray(lanes)
         keys = self._jax.vmap(self._jax.random.PRNGKey)(np.array([seed % 2**32 for seed in seeds], np.uint32))
         self._keys = self._keys.at[chosen].set(keys)
         self._episode = self._episode.at[chosen].set(-1)
 
     def reset(self, mask: Tensor) -> Any:
-        """New episodes where `mask` is True."""
+        """Begin new episodes where `mask` is True, and return the observations of all lanes."""
         begun = self._jax.numpy.from_dlpack(mask)
-        observation, self._episode, run = self._begin(begun, self._keys, self._episode)
-        self._run = run if self._run is None else self._choose(begun, run, self._run)
-        return self._show(observation)
+        observation, self._episode, run = self._reset_lanes(begun, self._keys, self._episode)
+        self._run = run if self._run is None else self._select(begun, run, self._run)
+        return self._to_torch(observation)
 
     def step(self, action: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """One step of every lane."""
+        """Step every lane, and return observation, reward, terminated and truncated."""
         given = self._jax.numpy.from_dlpack(action.to(self._action_dtype).contiguous())
-        observation, self._run, *rest = self._go(self._keys, self._episode, self._run, given)
+        observation, self._run, *rest = self._step_lanes(self._keys, self._episode, self._run, given)
         reward, terminated, truncated = map(from_dlpack, rest)
-        return self._show(observation), reward, terminated, truncated
+        return self._to_torch(observation), reward, terminated, truncated
 
     def get_state(self) -> list[tuple[str, list[int], Tensor]]:
-        """Keys, numbers of episodes and states of all lanes, array by array: dtype, shape and bytes."""
+        """Return keys, episode numbers and env states of all lanes, each array as its dtype, shape and bytes."""
         found = []
         for leaf in self._jax.tree.leaves((self._keys, self._episode, self._run)):
             if self._jax.numpy.issubdtype(leaf.dtype, self._jax.dtypes.prng_key):
@@ -153,7 +155,7 @@ class JaxBatch:
         return found
 
     def set_state(self, state: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
-        """Go on where `get_state` was asked."""
+        """Restore what `get_state` returned."""
         jnp, tree = self._jax.numpy, self._jax.tree
         here, structure = tree.flatten((self._keys, self._episode, self._run))
         looks = [(np.dtype(leaf.dtype).name, list(leaf.shape)) for leaf in here]
@@ -165,10 +167,10 @@ class JaxBatch:
         ]
         self._keys, self._episode, self._run = tree.unflatten(structure, arrays)
 
-    def _show(self, observation: list[Any]) -> Any:
+    def _to_torch(self, observation: list[Any]) -> Any:
         shown: Any = {}
         for (path, leaf), value in zip(self._leaves, observation):
-            tensor = from_dlpack(value).to(leaf.dtype)  # jax has no int64 unless asked
+            tensor = from_dlpack(value).to(leaf.dtype)  # jax has no int64 by default
             if not path:
                 return tensor
             inner = shown
@@ -180,19 +182,21 @@ class JaxBatch:
 
 def _gymnax(env: Any, params: Any) -> tuple[Reset, Step, Any]:
     limit = getattr(params, "max_steps_in_episode", None)
-    told = hasattr(env, "is_truncated")
-    natural = hasattr(env, "is_terminal") and hasattr(params, "replace") and limit is not None and not told
-    unlimited = params.replace(max_steps_in_episode=np.iinfo(np.int32).max) if natural else params
+    has_truncated = hasattr(env, "is_truncated")
+    asks_env = hasattr(env, "is_terminal") and hasattr(params, "replace") and limit is not None and not has_truncated
+    unlimited = params.replace(max_steps_in_episode=np.iinfo(np.int32).max) if asks_env else params
 
     def step(key: Any, state: Any, action: Any) -> tuple[Any, Any, Any, Any, Any]:
         observation, state, reward, done, _ = env.step_env(key, state, action, params)
-        if told:
+        if has_truncated:
             return observation, state, reward, done, env.is_truncated(state, params)
         if limit is None or not hasattr(state, "time"):
             return observation, state, reward, done, False
-        late = done & (state.time >= limit)
-        over = done & ~late
-        return observation, state, reward, (over | late & env.is_terminal(state, unlimited)) if natural else over, late
+        at_limit = done & (state.time >= limit)
+        over = done & ~at_limit
+        if asks_env:
+            over = over | at_limit & env.is_terminal(state, unlimited)
+        return observation, state, reward, over, at_limit
 
     return lambda key: env.reset_env(key, params), step, env.action_space(params)
 
@@ -229,7 +233,7 @@ def _action_space(space: Any) -> gym.Space[Any]:
 
 
 def _observation_space(declared: Any, like: Any) -> gym.Space[Any]:
-    """The space of what the env really returns; only the number of choices is taken from what it declares."""
+    """Return the space of what the env really returns. From the declared space only a Discrete's `n` is used."""
     if isinstance(like, Mapping):
         parts = getattr(declared, "spaces", None) or {}
         return gym.spaces.Dict({name: _observation_space(parts.get(name), part) for name, part in like.items()})
@@ -246,7 +250,7 @@ def _observation_space(declared: Any, like: Any) -> gym.Space[Any]:
 
 
 class JaxLanes(TorchLanes):
-    """A JaxBatch as lanes: torch-native, but for a seed of its own for each lane."""
+    """A JaxBatch as lanes: like `TorchLanes`, but each lane has its own seed."""
 
     env: JaxBatch
 
@@ -262,17 +266,17 @@ class JaxLanes(TorchLanes):
 
 
 class JaxEnv(EnvBase):
-    """N lanes of an env written in JAX, of gymnax's or brax's kind.
+    """N lanes of an env written in JAX for gymnax or brax.
 
     >>> env, params = gymnax.make("CartPole-v1")
     >>> collector = Collector(JaxEnv(env, params, num_envs=1024, seed=0), policy, frames_per_batch=1024 * 32)
 
     Args:
         env: a gymnax env, or a brax one that does not reset by itself.
-        params: gymnax's, the env's default if None.
+        params: gymnax's env parameters; None: the env's defaults.
         num_envs: how many lanes.
-        seed: each lane's key follows from it, as from `set_seed`; None: a fresh one.
-        categorical_action_encoding: discrete spaces as an index (the default here) or one-hot.
+        seed: each lane's key is derived from it, as from `set_seed`; None: a fresh seed.
+        categorical_action_encoding: encode discrete spaces as an index (the default here) or one-hot.
     """
 
     def __init__(

@@ -1,15 +1,15 @@
-"""PettingZoo: several agents in one world.
+"""PettingZoo: several agents in one world. A world is one PettingZoo env.
 
     group   one lane per world; agents are a dimension: ("agents", "observation") [n, …], ("agents", "action") [n, …],
-            ("next", "agents", "reward") [n, 1], flags of each agent, and ("agents", "mask") [n]: who is there to act
-    lanes   one lane per agent: each has its own rows, ids and ends; rows of an agent that is not there are masked out,
-            and it begins anew when it comes back or the world does
+            ("next", "agents", "reward") [n, 1], flags of each agent, and ("agents", "mask") [n]: which agents can act
+    lanes   one lane per agent: each has its own rows, ids and ends; rows of an absent agent are masked out, and a new
+            episode begins in its lane when the agent comes back or the world is reset
 
     turns   one agent acts at a time (AEC worlds): one lane per agent, see pettingzoo_aec.py
 
-A world ends when all its agents have left, or all that it still lists were terminated or truncated by one step. Agents
-may leave and come back, also in the step that ended them. What an absent agent would have seen or earned is zero, never
-stale. Agents need equal spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the three ways.
+A world ends when all its agents have left, or when one step has terminated or truncated every agent it still lists.
+Agents may leave and come back, also in the step that ended them. An absent agent's observations and rewards are zero,
+never stale. Agents need equal spaces. AEC worlds that PettingZoo can make parallel work in all three modes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from reap.spec import EnvSpec, Key, Leaf
 
 
 class _Present(NamedTuple):
-    """Who is there, in the env's order."""
+    """The agents that are present, in the env's order."""
 
     names: list[str]
     numbers: list[int]
-    at: Any  # the numbers as an index into a column; a slice, if they lie side by side
-    among: frozenset[int]  # the numbers, to compare with those of another time
+    at: Any  # the numbers as an index into a column; a slice if they are consecutive
+    number_set: frozenset[int]  # the numbers, to compare with those of another step
 
 
 class _World(Agents):
-    """One parallel env: calls that name themselves when they fail."""
+    """One parallel env. Errors of its calls say which call failed."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -61,21 +61,21 @@ class _World(Agents):
         except Exception as cause:
             raise raised_by("env.step raised", cause) from cause
 
-    def check_flags(self, left: Iterable[int], over: Mapping[str, Any], cut: Mapping[str, Any]) -> None:
-        """SpecMismatch if one of those that have left was neither terminated nor truncated."""
+    def check_flags(self, left: Iterable[int], terminations: Mapping[str, Any], truncations: Mapping[str, Any]) -> None:
+        """Raise SpecMismatch if an agent in `left` was neither terminated nor truncated."""
         for name in [self.names[i] for i in left]:
-            if not over.get(name, False) and not cut.get(name, False):
+            if not terminations.get(name, False) and not truncations.get(name, False):
                 raise SpecMismatch(
                     f"agent {name!r} has left env.agents, but the env says neither terminated nor truncated of it"
                 )
 
-    def is_over(self, over: Mapping[str, Any], cut: Mapping[str, Any]) -> bool:
-        """Whether nobody goes on after this step: all have left, or all who are still listed were ended by it."""
-        return all(over.get(name, False) or cut.get(name, False) for name in self.present.names)
+    def is_over(self, terminations: Mapping[str, Any], truncations: Mapping[str, Any]) -> bool:
+        """Whether no agent goes on after this step: all have left, or it ended every agent that is still listed."""
+        return all(terminations.get(name, False) or truncations.get(name, False) for name in self.present.names)
 
     @property
     def present(self) -> _Present:
-        """Who is there now: the same object as long as it is the same agents."""
+        """The agents present now: the same object as long as the agents are the same."""
         names = getattr(self.env, "agents", ())  # some have none before a reset
         if names != self._present.names:
             numbers = [self.index[name] for name in names]
@@ -86,7 +86,7 @@ class _World(Agents):
 
 
 class GroupLanes(Env):
-    """Worlds as lanes, agents as a dimension of a group's leaves."""
+    """Mode "group": each world is a lane, and its agents are a dimension of the group's leaves."""
 
     has_after_step = True
 
@@ -118,7 +118,7 @@ class GroupLanes(Env):
         )
         self._leaves = len(self._observations.leaves)
         self._group = group
-        self._left: list[tuple[int, frozenset[int]]] = []  # who has left in this step, lane by lane
+        self._departed: list[tuple[int, frozenset[int]]] = []  # in this step: lane, and the agents that left it
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
 
     @property
@@ -127,7 +127,7 @@ class GroupLanes(Env):
         return [world.env for world in self._worlds]
 
     def joined(self, others: Sequence[GroupLanes]) -> GroupLanes:
-        """These worlds and those of `others` as one batched env."""
+        """Join these worlds and those of `others` into one batched env."""
         envs = [world.env for lanes in (self, *others) for world in lanes._worlds]
         return GroupLanes(envs, batched=True, **self._settings)
 
@@ -144,11 +144,11 @@ class GroupLanes(Env):
         for i, lane in enumerate(lanes):
             world = self._worlds[lane]
             try:
-                seen = world.reset(None if seeds is None else int(seeds[i]))
+                observations = world.reset(None if seeds is None else int(seeds[i]))
                 for array in into[: self._leaves + 4]:
                     array[lane] = 0
                 present = world.present
-                self._write(seen, world, present, into, lane)
+                self._write(observations, world, present, into, lane)
                 into[self._leaves + 3][lane, present.at] = True
             except ReapError as error:
                 error.at(lane=lane)
@@ -158,42 +158,44 @@ class GroupLanes(Env):
         ended = []
         done, terminated, truncated, mask = row.next[self._leaves : self._leaves + 4]
         (reward,) = row.rewards
-        self._left.clear()
+        self._departed.clear()
         count = len(self._worlds[0].names)
         for lane in lanes:
             world = self._worlds[lane]
             try:
                 acting = world.present
                 names, _, at, _ = acting
-                seen, earned, over, cut = world.step(acting, self._decode(*[a[lane] for a in row.action]))
-                if len(seen) < count:
+                actions = self._decode(*[array[lane] for array in row.action])
+                observations, rewards, terminations, truncations = world.step(acting, actions)
+                if len(observations) < count:
                     for array in row.next[: self._leaves]:
                         array[lane] = 0
-                self._write(seen, world, acting, row.next, lane)
-                # One write per column, not one per agent, and none for what did not happen: agents may be many.
+                self._write(observations, world, acting, row.next, lane)
+                # There may be many agents: write once per column, not per agent, and not at all if nothing happened.
                 terminated[lane] = truncated[lane] = mask[lane] = done[lane] = False
                 if len(names) < count:
                     reward[lane] = 0
-                    done[lane] = True  # an agent that is not there has ended
+                    done[lane] = True  # absent agents count as done
                     done[lane, at] = False
-                _put_numbers(reward[lane], at, _in_order(earned, names, 0.0))
-                some_over, some_cut = any(over.values()), any(cut.values())
-                if some_over:
-                    terminated[lane, at, 0] = done[lane, at, 0] = _in_order(over, names, False)
-                if some_cut:
-                    truncated[lane, at, 0] = _in_order(cut, names, False)
+                _put_numbers(reward[lane], at, _in_order(rewards, names, 0.0))
+                any_terminated, any_truncated = any(terminations.values()), any(truncations.values())
+                if any_terminated:
+                    terminated[lane, at, 0] = done[lane, at, 0] = _in_order(terminations, names, False)
+                if any_truncated:
+                    truncated[lane, at, 0] = _in_order(truncations, names, False)
                     done[lane, at] |= truncated[lane, at]
                 alive = world.present
                 mask[lane, alive.at] = True
                 if alive is not acting:
-                    for back in alive.among - acting.among:
+                    for back in alive.number_set - acting.number_set:
                         done[lane, back] = False
-                    left = acting.among - alive.among
-                    world.check_flags(left, over, cut)
-                    self._left.append((lane, left))
-                ends = not alive.names or ((some_over or some_cut) and world.is_over(over, cut))
+                    left = acting.number_set - alive.number_set
+                    world.check_flags(left, terminations, truncations)
+                    self._departed.append((lane, left))
+                some_ended = any_terminated or any_truncated
+                ends = not alive.names or (some_ended and world.is_over(terminations, truncations))
                 if ends:
-                    mask[lane] = False  # also where the env still lists agents that have ended
+                    mask[lane] = False  # even if the env still lists agents that have ended
             except ReapError as error:
                 error.at(lane=lane)
                 raise
@@ -205,25 +207,27 @@ class GroupLanes(Env):
         return ended
 
     def after_step(self, row: Row) -> None:
-        for lane, agents in self._left:
+        for lane, agents in self._departed:
             for array in row.after[: self._leaves]:
                 for agent in agents:
-                    array[lane, agent] = 0  # who left has seen its last observation; it is no longer its present one
+                    array[lane, agent] = 0  # an agent that left has no current observation any more
 
-    def _write(self, seen: Mapping[str, Any], world: _World, present: _Present, arrays: Rows, lane: int) -> None:
+    def _write(
+        self, observations: Mapping[str, Any], world: _World, present: _Present, arrays: Rows, lane: int
+    ) -> None:
         names, _, at, _ = present
         shape, dtype = self._observations.plain
-        if shape and at.__class__ is slice and names and list(seen) == names:  # side by side, in order: one write
-            values = list(seen.values())
+        if shape and at.__class__ is slice and names and list(observations) == names:  # in order: one write
+            values = list(observations.values())
             try:
                 if [value.shape for value in values].count(shape) == len(values):
                     np.concatenate(values, out=arrays[0][lane, at].reshape(-1, *shape[1:]), casting="no")
                     return
             except (TypeError, AttributeError):
-                pass  # not all arrays, or of another dtype: one by one
+                pass  # not all are arrays, or a dtype differs: one by one
         views = [array[lane] for array in arrays[: self._leaves]]
         index, write, only = world.index, self._observations.write, views[0]
-        for name, observation in seen.items():
+        for name, observation in observations.items():
             if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                 only[index[name]] = observation
             else:
@@ -248,12 +252,12 @@ def _in_order(values: Mapping[str, Any], names: list[str], missing: Any) -> list
 def _put_numbers(column: np.ndarray[Any, Any], at: Any, values: Sequence[Any]) -> None:
     try:
         column[at, 0] = values
-    except (TypeError, ValueError):  # an array of one number is a number
+    except (TypeError, ValueError):  # an array of one number counts as a number
         column[at, 0] = [np.asarray(value).item() for value in values]
 
 
 class AgentLanes(Env):
-    """Agents of one world as lanes."""
+    """Mode "lanes": each agent of one world is a lane."""
 
     def __init__(self, env: Any, *, categorical: bool = False) -> None:
         self._world = world = _World(env)
@@ -269,7 +273,7 @@ class AgentLanes(Env):
             single_resets=False,
         )
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
-        self._over = False  # nobody goes on, even if the env still lists agents
+        self._over = False  # no agent goes on, even if the env still lists some
 
     @property
     def parallel_envs(self) -> list[Any]:
@@ -282,41 +286,41 @@ class AgentLanes(Env):
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         world = self._world
         whole = seeds is not None or len(lanes) == self.spec.lanes
-        alive = world.present.among
+        alive = world.present.number_set
         if alive and not whole and not self._over:
-            # Others are still at it: who ended waits, seeing nothing, unless it has been called back already.
+            # Other agents go on: a lane that ended waits and observes zeros, unless its agent is back already.
             for lane in lanes:
                 if lane not in alive:
                     for array in into:
                         array[lane] = 0
             return
-        seen = world.reset(None if seeds is None else int(seeds[0]))
+        observations = world.reset(None if seeds is None else int(seeds[0]))
         self._over = False
         for array in into[: len(self._observations.leaves)]:
             array[...] = 0
-        for name, observation in seen.items():
+        for name, observation in observations.items():
             self._observations.write(observation, into, world.index[name])
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         world = self._world
         acting = world.present
-        seen, earned, over, cut = world.step(acting, self._decode(*row.action))
+        observations, rewards, terminations, truncations = world.step(acting, self._decode(*row.action))
         for array in row.next[: len(self._observations.leaves)]:
             array[...] = 0
-        for name, observation in seen.items():
+        for name, observation in observations.items():
             self._observations.write(observation, row.next, world.index[name])
         row.reward[...] = 0
         row.mask[...] = False  # type: ignore[index]
         ended = []
         for name, i in zip(acting.names, acting.numbers):
             row.mask[i] = True  # type: ignore[index]
-            row.reward[i] = earned.get(name, 0.0)
-            terminated, truncated = over.get(name, False), cut.get(name, False)
+            row.reward[i] = rewards.get(name, 0.0)
+            terminated, truncated = terminations.get(name, False), truncations.get(name, False)
             if terminated or truncated:
                 row.terminated[i], row.truncated[i], row.done[i] = terminated, truncated, True
                 ended.append(i)
-        world.check_flags(acting.among - world.present.among, over, cut)
-        self._over = bool(ended) and world.is_over(over, cut)
+        world.check_flags(acting.number_set - world.present.number_set, terminations, truncations)
+        self._over = bool(ended) and world.is_over(terminations, truncations)
         return ended
 
     def open_state(self) -> Any:
@@ -339,8 +343,8 @@ class PettingZooEnv(EnvBase):
         mode: "group": agents are a dimension of nested leaves; "lanes": each agent is a lane; "turns": each agent is a
             lane, and they act one after another. By default "turns" for AEC envs that PettingZoo cannot make
             parallel, else "group".
-        group: the name of the group's entry.
-        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+        group: the key under which the group's leaves are nested.
+        categorical_action_encoding: encode discrete spaces as an index instead of one-hot.
     """
 
     def __init__(
@@ -371,12 +375,12 @@ class PettingZooEnv(EnvBase):
 
 
 def is_pettingzoo(thing: Any) -> bool:
-    """A PettingZoo env of either kind, without importing PettingZoo to find out."""
+    """Whether this is a PettingZoo env of either kind, without importing PettingZoo."""
     return hasattr(thing, "possible_agents") and callable(getattr(thing, "observation_space", None))
 
 
 def turn_based(env: Any) -> bool:
-    """An AEC env: its agents act one after another."""
+    """Whether this is an AEC env, whose agents act one after another."""
     return hasattr(env, "agent_selection") or hasattr(env, "agent_iter")
 
 
@@ -385,7 +389,7 @@ def _parallelizable(env: Any) -> bool:
 
 
 def as_parallel(env: Any) -> Any:
-    """A parallel env as it is; an AEC env made parallel."""
+    """Return a parallel env unchanged, and an AEC env converted to a parallel one."""
     if not turn_based(env):
         return env
     if not _parallelizable(env):

@@ -3,22 +3,23 @@
     bound once      env.step ──► the env's buffers ──► copied to the row
     rebindable      env.bind(the row's arrays); env.step ──► the row            the env's write is the only write
 
-A PufferLib env resets inside `step` and overwrites the last observation of an episode: it cannot give true data and is
-refused, unless one accepts `lost_finals="repeat"`. The successor at an end is then the observation acted on, once more,
-and `("next", "final_lost")` marks the row. An env that keeps the truth has two members beside PufferLib's:
+A PufferLib env resets inside `step` and overwrites the last observation of an episode. It cannot give true data and is
+refused, unless the user accepts `lost_finals="repeat"`: the successor at an episode's end is then a repetition of the
+observation acted on, and `("next", "final_lost")` marks the row. An env that keeps the last observation has two members
+beside PufferLib's:
 
     autoreset = False
     def reset_lanes(self, mask): …      # bool [N]: begin new episodes there, write those rows of self.observations
 
 and, to write into slots directly, a third, called before every step:
 
-    def bind(self, observations, rewards, terminals, truncations): …      # contiguous, [N, …]; to be written in full
+    def bind(self, observations, rewards, terminals, truncations): …      # contiguous, [N, …]; write all of them
 
-`bind` promises to write every observation and reward at every step: what is not written is what the slot's memory held
-before (flags come cleared). `rebind=True` makes the same promise for an env without `bind`, whose attributes of these
-names are then assigned. Between calls the env holds buffers of its own, never a slot's.
+An env with `bind` promises to write every observation and reward at every step: otherwise the slot's old contents would
+be taken for them (flags are cleared beforehand). `rebind=True` makes the same promise for an env without `bind`; its
+attributes of these names are then assigned. Between calls the env holds buffers of its own, never a slot's.
 
-What no adapter can see: some C envs of PufferLib reset at a time limit without setting any flag.
+No adapter can detect that some C envs of PufferLib reset at a time limit without setting any flag.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from reap.spec import EnvSpec, Key, Leaf
 
 LOST: Key = ("final_lost",)
 BUFFERS = ("observations", "rewards", "terminals", "truncations")
-_UNTOUCHED = 0xA5  # the bytes of a buffer nobody has written to
+_UNTOUCHED = 0xA5  # fills a buffer, to detect that nothing was written to it
 
 
 def is_puffer(thing: Any) -> bool:
-    """An env with PufferLib's buffers, without importing pufferlib to find out."""
+    """Whether this env has PufferLib's buffers, without importing pufferlib."""
     needed = ("single_observation_space", "single_action_space", "num_agents", *BUFFERS)
     return all(hasattr(thing, name) for name in needed)
 
@@ -66,13 +67,13 @@ class PufferLanes(Env):
         if lost_finals not in ("error", "repeat"):
             raise WrongArgument(f"lost_finals must be 'error' or 'repeat', got {lost_finals!r}")
         self.env = env
-        self._auto = bool(getattr(env, "autoreset", True))
-        if self._auto and lost_finals == "error":
+        self._autoreset = bool(getattr(env, "autoreset", True))
+        if self._autoreset and lost_finals == "error":
             raise UsageError(
                 f"{name} resets inside step, and the last observation of an episode is lost; give it autoreset = False "
                 f"and reset_lanes(mask), or accept repeated ones: PufferLibEnv(env, lost_finals='repeat')"
             )
-        if not self._auto and not callable(getattr(env, "reset_lanes", None)):
+        if not self._autoreset and not callable(getattr(env, "reset_lanes", None)):
             raise UsageError(f"{name} has autoreset = False but no reset_lanes(mask) to begin new episodes with")
         self._count = int(env.num_agents)
         self._observations = Observations(env.single_observation_space, categorical=categorical)
@@ -82,23 +83,23 @@ class PufferLanes(Env):
             raise UsageError(f"{name}'s observations must be a Box with a shape, not {env.single_observation_space}")
         self._decode: Callable[..., Any] = self._actions.decoder(self._actions.leaves, batch=True)
         self._bind: Callable[..., None] | None = getattr(env, "bind", self._assign if rebind else None)
-        self._own = (
+        self._own_buffers = (
             np.full((self._count, *shape, np.dtype(dtype).itemsize), _UNTOUCHED, np.uint8).view(dtype)[..., 0],
             np.zeros(self._count, np.float32),
             np.zeros(self._count, np.bool_),
             np.zeros(self._count, np.bool_),
         )
         self._seed, self._started, self._closed = fresh_seed(), False, False
-        self._last = np.zeros((self._count, *shape), dtype)  # what was seen last; only where finals are lost
-        self._begun: set[int] = set()  # lanes the env has reset in its last step
-        marks = {LOST: Leaf((1,), torch.bool)} if self._auto else {}
+        self._last_observations = np.zeros((self._count, *shape), dtype)  # used only if finals are lost
+        self._reset_by_env: set[int] = set()  # lanes that the env reset in its last step
+        marks = {LOST: Leaf((1,), torch.bool)} if self._autoreset else {}
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **marks},
             action=self._actions.leaves,
             lanes=self._count,
             batched=True,
             single_steps=False,
-            single_resets=not self._auto,
+            single_resets=not self._autoreset,
             side=frozenset(marks),
         )
 
@@ -109,12 +110,12 @@ class PufferLanes(Env):
         chosen = list(lanes)
         every = len(chosen) == self._count
         try:
-            if seeds is None and self._begun.issuperset(chosen):
-                into[0][chosen] = self._last[chosen]
+            if seeds is None and self._reset_by_env.issuperset(chosen):
+                into[0][chosen] = self._last_observations[chosen]
             else:
-                if every and (self._auto or seeds is not None or not self._started):
+                if every and (self._autoreset or seeds is not None or not self._started):
                     self._reset_all(seeds)
-                elif not self._auto:
+                elif not self._autoreset:
                     mask = np.zeros(self._count, np.bool_)
                     mask[chosen] = True
                     self.env.reset_lanes(mask)
@@ -123,18 +124,18 @@ class PufferLanes(Env):
                 self._observations.write_batch(self.env.observations, into[:1], slice(None) if every else chosen)
         except Exception as cause:
             reraise("env.reset", cause)
-        if self._auto:
+        if self._autoreset:
             into[1][chosen] = False
-            self._last[chosen] = into[0][chosen]
-            self._begun.difference_update(chosen)
+            self._last_observations[chosen] = into[0][chosen]
+            self._reset_by_env.difference_update(chosen)
 
     def _reset_all(self, seeds: Sequence[int] | None) -> None:
         if self._bind is not None and not self._started:
-            self._bind(*self._own)
-        # Always a seed of ours: without one some of PufferLib's envs begin the same numbers again.
+            self._bind(*self._own_buffers)
+        # Always pass a seed: without one some of PufferLib's envs repeat the same random numbers.
         self._seed = next_seed(self._seed) if seeds is None else int(seeds[0])
         self.env.reset(self._seed % 2**31)
-        if self._bind is not None and not self._started and (self._own[0].view(np.uint8) == _UNTOUCHED).all():
+        if self._bind is not None and not self._started and (self._own_buffers[0].view(np.uint8) == _UNTOUCHED).all():
             raise UsageError(
                 f"{type(self.env).__name__} does not write into the buffers it is given later; leave out rebind"
             )
@@ -156,7 +157,7 @@ class PufferLanes(Env):
             reraise("env.step", cause)
         finally:
             if bind is not None:
-                bind(*self._own)
+                bind(*self._own_buffers)
         masks = getattr(self.env, "masks", None)
         if masks is not None and not masks.all():
             raise UsageError(
@@ -166,19 +167,19 @@ class PufferLanes(Env):
         ended: list[int] = np.flatnonzero(done).tolist()
         if ended:
             row.terminated[...], row.truncated[...], row.done[...] = terminated, truncated, done
-        if self._auto:
-            self._lose(ended, row)
+        if self._autoreset:
+            self._repeat_finals(ended, row)
         return ended
 
-    def _lose(self, ended: list[int], row: Row) -> None:
-        """Where an episode ended, `row.next` holds the first observation of another one: keep it back, mark the row."""
+    def _repeat_finals(self, ended: list[int], row: Row) -> None:
+        """Keep the reset observations of ended lanes, put repeated ones into `row.next`, and mark the rows."""
         seen, lost = row.next[0], row.next[1]
-        repeated = self._last[ended]
-        self._last[...] = seen
+        repeated = self._last_observations[ended]
+        self._last_observations[...] = seen
         seen[ended] = repeated
         lost[...] = False
         lost[ended] = True
-        self._begun = set(ended)
+        self._reset_by_env = set(ended)
 
     def _assign(self, *buffers: np.ndarray[Any, Any]) -> None:
         for name, buffer in zip(BUFFERS, buffers):
@@ -191,17 +192,17 @@ class PufferLanes(Env):
                 f"{type(env).__name__} may keep its state in memory of its own, as PufferLib's envs do; give it "
                 f"get_state() and set_state(state) for its episodes to go on"
             )
-        own = [packed(array) for array in (self._last, *self._own)]
-        return {"env": packed(env.get_state()), "arrays": own, "seed": self._seed, "begun": sorted(self._begun)}
+        own = [packed(array) for array in (self._last_observations, *self._own_buffers)]
+        return {"env": packed(env.get_state()), "arrays": own, "seed": self._seed, "begun": sorted(self._reset_by_env)}
 
     def load_open_state(self, state: Any) -> None:
         self.env.set_state(unpacked(state["env"]))
-        for mine, kept in zip((self._last, *self._own), state["arrays"]):
+        for mine, kept in zip((self._last_observations, *self._own_buffers), state["arrays"]):
             mine[...] = unpacked(kept)
-        self._seed, self._begun, self._started = int(state["seed"]), set(state["begun"]), True
+        self._seed, self._reset_by_env, self._started = int(state["seed"]), set(state["begun"]), True
 
     def close(self) -> None:
-        if not self._closed:  # C code frees its memory each time it is asked
+        if not self._closed:  # C code frees its memory on every call
             self._closed = True
             self.env.close()
 
@@ -212,10 +213,11 @@ class PufferLibEnv(EnvBase):
     >>> collector = Collector(PufferLibEnv(env, lost_finals="repeat"), policy, frames_per_batch=4096 * 64)
 
     Args:
-        env: has PufferLib's buffers and spaces; see `reap.envs.adapters.puffer` for what it should have beside them.
-        lost_finals: what to do about an env that resets inside `step`: refuse it, or repeat observations and mark them.
-        rebind: the env finds its buffers in its attributes and writes them in full at every step; give it the slot's.
-        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+        env: an env with PufferLib's buffers and spaces; see `reap.envs.adapters.puffer` for further members.
+        lost_finals: what to do with an env that resets inside `step`: "error" refuses it, "repeat" repeats the
+            observations acted on and marks them.
+        rebind: assign the slot's arrays to the env's buffer attributes; the env must write them in full at every step.
+        categorical_action_encoding: encode discrete spaces as an index instead of one-hot.
     """
 
     def __init__(

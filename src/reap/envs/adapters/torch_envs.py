@@ -1,13 +1,13 @@
-"""CartPole and Pendulum in torch: every lane at once, on any device, step by step what Gymnasium computes.
+"""CartPole and Pendulum in torch: all lanes at once, on any device, with the same results as Gymnasium's.
 
     state [S, N] float64 ──► dynamics(state, action), pure ──► the same memory again
                                                       └──► observation [N, …] float32, reward, terminated, truncated
 
 Guarantees:
-- the same operations in the same order and the same precision as Gymnasium's `CartPole-v1` and `Pendulum-v1`: what the
-  two return is equal, but for the last bit where two libraries' sine or cosine differ;
-- nothing inside `step` and `reset` waits for the device or asks it anything, and state keeps its address: a CUDA graph
-  can record them. `generator` is where first states are drawn from; whoever records registers it with the graph.
+- the same operations in the same order and the same precision as Gymnasium's `CartPole-v1` and `Pendulum-v1`: results
+  are equal, except for the last bit where the two libraries' sine or cosine differ;
+- nothing inside `step` and `reset` synchronises with the device, and state keeps its address: a CUDA graph can record
+  them. First states are drawn from `generator`; the code that records a graph must register it with the graph.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from reap.errors import UsageError, WrongArgument
 
 
 class TorchClassic(abc.ABC):
-    """What the classic-control envs have in common: a state, a clock, a beginning drawn at random."""
+    """The base of the classic-control envs: a state, a step counter, and first states drawn at random."""
 
-    keeps_nothing = True  # actions and masks are looked at, not kept
+    keeps_nothing = True  # actions and masks are read, not kept
     single_observation_space: gym.Space[Any]
     single_action_space: gym.Space[Any]
     limit: int  # steps after which Gymnasium truncates an episode
@@ -59,18 +59,18 @@ class TorchClassic(abc.ABC):
         self.steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
     def seed(self, seed: int) -> None:
-        """First states from now on follow from this number."""
+        """Seed the generator that first states are drawn from."""
         self.generator.manual_seed(seed)
 
     def reset(self, mask: Tensor) -> Tensor:
-        """New episodes where `mask` is True; the observations of all lanes."""
+        """Begin new episodes where `mask` is True, and return the observations of all lanes."""
         unit = torch.rand(self.state.shape, generator=self.generator, dtype=self.state.dtype, device=self.device)
         self.state.copy_(torch.where(mask, (2 * unit - 1) * self._bound, self.state))
         self.steps.masked_fill_(mask, 0)
         return self.observe(self.state)
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step of every lane: observation, reward, terminated, truncated."""
+        """Step every lane, and return observation, reward, terminated and truncated."""
         following, observation, reward, terminated = self._advance(self.state, action)
         self.state.copy_(following)
         self.steps += 1
@@ -84,12 +84,12 @@ class TorchClassic(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def observe(state: Tensor) -> Tensor:
-        """What a state `[S, N]` looks like: float32 `[N, …]`."""
+        """Return the observation float32 `[N, …]` of a state `[S, N]`."""
 
     @staticmethod
     @abc.abstractmethod
     def dynamics(state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The following state, the reward float32 `[N]`, and whether the episode is over. Changes nothing."""
+        """Return the next state, the reward float32 `[N]` and whether the episode is over. Pure: changes no input."""
 
 
 _ANGLE, _PLACE = 12 * 2 * math.pi / 360, 2.4
@@ -161,7 +161,7 @@ class TorchPendulum(TorchClassic):
     @staticmethod
     def dynamics(state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         angle, spin = state.unbind()
-        torque = action.reshape(-1).to(torch.float32).clamp(-2.0, 2.0)  # in single precision, as the env is given it
+        torque = action.reshape(-1).to(torch.float32).clamp(-2.0, 2.0)  # in single precision, as in Gymnasium
         upright = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
         cost = upright.square() + 0.1 * spin.square() + 0.001 * torque.square()
         spin = (spin + (15.0 * angle.sin() + 3.0 * torque) * 0.05).clamp(-8.0, 8.0)

@@ -1,16 +1,16 @@
-"""Envs written in torch: many lanes at once, tensors in, tensors out, on any device.
+"""Envs written in torch: they step many lanes at once, on any device, with tensors as inputs and outputs.
 
 The protocol is three members and two calls:
 
     class MyEnv:
         num_envs = 4096
         single_observation_space, single_action_space = …   # Gymnasium spaces: what one lane sees and takes
-        def reset(self, mask): …         # bool [N] → observations [N, …]; only masked lanes begin anew
+        def reset(self, mask): …         # bool [N] → observations [N, …]; only masked lanes are reset
         def step(self, action): …        # → observation, reward, terminated, truncated, each [N, …]
 
 The env never resets by itself: `step` returns the true successor, and the loop resets the lanes that ended.
-Observations are tensors, or dicts of them as the space says. `seed(int)` is used if it is there. An env with the
-attribute `keeps_nothing = True` is given actions and masks as they are, not copies of its own.
+Observations are tensors, or dicts of them as the space says. `seed(int)` is called if the env has it. An env with the
+attribute `keeps_nothing = True` receives the original actions and masks, not copies that it may keep.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from reap.spec import EnvSpec, Key, Leaf, show
 
 @runtime_checkable
 class TorchBatch(Protocol):
-    """What `TorchEnv` takes; see the module's docstring."""
+    """The protocol of an env that `TorchEnv` accepts; see the module's docstring."""
 
     @property
     def num_envs(self) -> int:
-        """How many lanes."""
+        """The number of lanes."""
 
     @property
     def single_observation_space(self) -> gym.Space[Any]:
-        """What one lane sees."""
+        """The space of one lane's observation."""
 
     @property
     def single_action_space(self) -> gym.Space[Any]:
-        """What one lane takes."""
+        """The space of one lane's action."""
 
     def reset(self, mask: Tensor) -> Any:
-        """Begin new episodes where `mask` is True; observations of all lanes, those of the others are not read."""
+        """Begin new episodes where `mask` is True. Return observations of all lanes; the other lanes' are not read."""
 
     def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """One step of every lane: observation, reward, terminated, truncated."""
+        """Step every lane, and return observation, reward, terminated and truncated."""
 
 
 class TorchLanes(Env):
@@ -74,15 +74,15 @@ class TorchLanes(Env):
             batched=True,
             single_steps=False,
         )
-        self._scores, self._start = False, 0
-        self.keeps_nothing = bool(getattr(env, "keeps_nothing", False))  # what it is given need be no copy
+        self._takes_argmax, self._start = False, 0
+        self.keeps_nothing = bool(getattr(env, "keeps_nothing", False))  # whether actions and masks need no copy
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         (given,) = action.values()
         ((key, own),) = self.spec.action.items()
-        self._actions.decoder(action, batch=True)  # refuses what nobody could read
+        self._actions.decoder(action, batch=True)  # refuses actions that cannot be read
         discrete = isinstance(own.space, gym.spaces.Discrete)
-        self._scores = discrete and given.shape not in ((), (1,))
+        self._takes_argmax = discrete and given.shape not in ((), (1,))
         self._start = int(own.space.start) if isinstance(own.space, gym.spaces.Discrete) else 0
         if not discrete and given.shape != own.shape:
             raise SpecMismatch(f"policy writes {show(key)} as {given}, the env takes {own}")
@@ -100,7 +100,7 @@ class TorchLanes(Env):
             torch.from_numpy(array)[chosen] = self._fit(key, value)[chosen.to(value.device)].to("cpu")
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """Seed the env, if it can be: one number for all lanes."""
+        """Seed the env, if it has `seed`, with one number for all lanes."""
         if seeds is not None and hasattr(self.env, "seed"):
             self.env.seed(int(seeds[0]))
 
@@ -119,14 +119,14 @@ class TorchLanes(Env):
             torch.from_numpy(row.terminated).copy_(terminated.reshape(self._count))
             torch.from_numpy(row.truncated).copy_(truncated.reshape(self._count))
         except Exception as cause:
-            self.blame(returned)
+            self.check_returned(returned)
             reraise("env.step", cause)
         torch.from_numpy(row.done).copy_(done)
         return done.nonzero().reshape(-1).tolist()
 
     def decoded(self, action: Tensor) -> Tensor:
-        """An action as the env takes it, the env's own to keep."""
-        if self._scores:
+        """Return the action in the form the env takes. It is a copy, unless the env has `keeps_nothing`."""
+        if self._takes_argmax:
             action = action.argmax(-1)
         if self._start:
             return action + self._start
@@ -141,8 +141,8 @@ class TorchLanes(Env):
     def on_device(self) -> DeviceEnv | None:
         return None if self._device.type == "cpu" else DeviceTorchLanes(self)
 
-    def blame(self, returned: Any) -> None:
-        """SpecMismatch if what `env.step` has returned cannot be read: what it was, and what it should be."""
+    def check_returned(self, returned: Any) -> None:
+        """Raise SpecMismatch if the result of `env.step` is malformed; it says what was returned and what should be."""
         if returned is _NOTHING:
             return
         wanted = f"(observation, reward, terminated, truncated), tensors of {self._count} lanes, both flags bool"
@@ -153,7 +153,7 @@ class TorchLanes(Env):
             tensor = isinstance(value, Tensor)
             if tensor and value.numel() == self._count and (name == "reward" or not value.is_floating_point()):
                 continue
-            got = _told(value) if tensor else f"a {type(value).__name__}"
+            got = _describe(value) if tensor else f"a {type(value).__name__}"
             raise SpecMismatch(f"env.step must return {wanted}; it returned {name} as {got}")
 
     def _tensors(self, observation: Any) -> list[tuple[Key, Tensor]]:
@@ -173,7 +173,7 @@ class TorchLanes(Env):
         if not isinstance(value, Tensor):
             raise SpecMismatch(f"env returned {show(key)} as a {type(value).__name__}, not as a tensor")
         if tuple(value.shape) != (self._count, *leaf.shape) or value.dtype is not leaf.dtype:
-            got = _told(value)
+            got = _describe(value)
             raise SpecMismatch(
                 f"env returned {show(key)} as {got}, its space says {leaf} for each of {self._count} lanes"
             )
@@ -185,15 +185,15 @@ class TorchLanes(Env):
             close()
 
 
-def _told(value: Tensor) -> str:
+def _describe(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-_NOTHING = object()  # nothing was returned
+_NOTHING = object()  # `env.step` has not returned
 
 
 class DeviceTorchLanes(DeviceEnv):
-    """The same lanes, with rows on their device: no observation or action ever visits the host."""
+    """The lanes of `TorchLanes`, with rows on their device: observations and actions are never copied to the host."""
 
     def __init__(self, lanes: TorchLanes) -> None:
         self._lanes = self.behind = lanes
@@ -210,7 +210,7 @@ class DeviceTorchLanes(DeviceEnv):
         self._begin(mask, into, into)
 
     def _begin(self, mask: Tensor, others: Sequence[Any], into: Sequence[Any]) -> None:
-        """New episodes where `mask` says so; `into` gets their first observations, and `others` where it does not."""
+        """Reset the lanes in `mask`; write their first observations to `into`, and for the other lanes `others`."""
         try:
             observation = self._lanes.env.reset(mask)
         except Exception as cause:
@@ -226,11 +226,11 @@ class DeviceTorchLanes(DeviceEnv):
             returned = self._lanes.env.step(self._lanes.decoded(row.action[0]))
             observation, reward, terminated, truncated = returned
             made = [self._lanes._fit(key, value) for key, value in self._lanes._tensors(observation)]
-            into = [*row.next[: len(made)], row.reward, row.terminated, row.truncated]  # others may have added leaves
+            into = [*row.next[: len(made)], row.reward, row.terminated, row.truncated]  # wrappers may add leaves
             flags = (reward.reshape(count), terminated.reshape(count), truncated.reshape(count))
             torch_internals.copy_all(into, [*made, *flags])
         except Exception as cause:
-            self._lanes.blame(returned)
+            self._lanes.check_returned(returned)
             reraise("env.step", cause)
         torch.logical_or(row.terminated, row.truncated, out=row.done)
         return []
@@ -240,7 +240,7 @@ class DeviceTorchLanes(DeviceEnv):
 
 
 def saved_tensors(env: Any) -> Any:
-    """The state of an env written in torch: what its own `get_state` says, else its tensors, generators and numbers."""
+    """Return a torch env's state: that of its own `get_state`, else its tensors, generators, numbers and strings."""
     if has_own_state(env):
         return {"own": packed(env.get_state())}
     kept: dict[str, Any] = {}
@@ -260,7 +260,7 @@ def saved_tensors(env: Any) -> Any:
 
 
 def restore_tensors(env: Any, state: Mapping[str, Any]) -> None:
-    """Put back what `saved_tensors` found; tensors keep their place."""
+    """Restore what `saved_tensors` returned. A tensor of the same shape is overwritten in place."""
     if "own" in state:
         env.set_state(unpacked(state["own"]))
         return
@@ -287,8 +287,8 @@ class TorchEnv(EnvBase):
     Args:
         env: an object with `num_envs`, `single_observation_space`, `single_action_space`, `reset(mask)`, which returns
             the observations of all lanes, and `step(action)`, which returns (observation, reward, terminated,
-            truncated). It never resets by itself. The page on envs has an example, and what it may have besides.
-        categorical_action_encoding: discrete spaces as an index (the default here) or one-hot.
+            truncated). It never resets by itself. The page on envs has an example, and lists optional members.
+        categorical_action_encoding: encode discrete spaces as an index (the default here) or one-hot.
     """
 
     def __init__(self, env: TorchBatch, *, categorical_action_encoding: bool = True, device: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Transforms: what is done to observations and rewards between env and policy, vectorised over lanes."""
+"""Transforms: changes to observations and rewards between env and policy, vectorised over lanes."""
 
 from __future__ import annotations
 

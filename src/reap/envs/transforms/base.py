@@ -1,9 +1,10 @@
-"""Transforms: what is done to observations and rewards between an env and the policy, for all lanes at once.
+"""Transforms: change observations and rewards between an env and the policy, for all lanes at once.
 
     env ── step ──► row of raw values ──► transform ──► … ──► row of the slot: what the policy sees and a batch holds
 
-A `Transform` says what is to be done; around an env it is a `TransformLanes`, an env itself. Where values keep their
-shape and dtype the env writes into the slot's row and they are changed there; else it writes into memory of its own.
+A `Transform` holds the settings; its `around(env)` returns a `TransformLanes`, an env that applies it. The inner env
+writes a leaf that keeps its shape and dtype straight into the slot's row, where it is changed in place, and every other
+leaf into separate memory first.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ Array = np.ndarray[Any, Any]
 
 
 class Transform(abc.ABC):
-    """What is done to an env's values. It may be given to several envs, and travels to workers."""
+    """The description of a change to an env's values. It can be used for several envs, and is sent to workers."""
 
     @abc.abstractmethod
     def around(self, env: Env) -> Env:
-        """This env, transformed."""
+        """Return an env that steps `env` and applies this transform."""
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({told})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({settings})"
 
 
 class TransformedEnv(EnvBase):
-    """An env with transforms around it, applied in this order.
+    """An env with transforms around it, applied in the order in which they are given.
 
     >>> env = TransformedEnv(SerialEnv(4, "CartPole-v1"), NormalizeObservation(), ScaleReward(0.1))
     >>> env.rollout(3)["observation"].shape
     torch.Size([4, 3, 4])
 
     Args:
-        env: whatever a collector takes: an env of reap's, a Gymnasium env or id, a vector env; with lanes, transforms
-            work on all of them at once.
-        *transforms: of `reap.envs.transforms`, the one nearest to the env first; or one list of them.
+        env: anything a collector accepts: one of reap's envs, a Gymnasium env or id, a vector env. If it has several
+            lanes, transforms work on all of them at once.
+        *transforms: transforms from `reap.envs.transforms`, the one nearest to the env first; or one list of them.
     """
 
     def __init__(self, env: Any, *transforms: Any, device: Any = None) -> None:
@@ -75,18 +76,19 @@ class TransformedEnv(EnvBase):
         super().__init__(lanes, device=device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Statistics of its transforms, and what the env itself has to say."""
+        """Return the statistics of the transforms and the state of the env itself."""
         return self.lanes_env.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The counterpart of `state_dict`."""
+        """Load what `state_dict` returned."""
         self.lanes_env.load_state_dict(state)
 
 
 class TransformLanes(Wrapped):
-    """An env around another that changes its values.
+    """An env around another that changes the other's values.
 
-    `raw`: leaves whose shape or dtype it changes, by their place, as the inner env has them; `added`: leaves it adds.
+    `changed` holds the new leaves of the observations it changes, `added` the leaves it adds. A changed leaf with
+    another shape or dtype gets memory of its own, `_raw[index of the leaf]`, into which the inner env writes.
     """
 
     def __init__(
@@ -110,82 +112,81 @@ class TransformLanes(Wrapped):
         new = {key: (changed or {}).get(key, leaf) for key, leaf in own.items()} | dict(added or {})
         side = spec.side | (added or {}).keys()
         super().__init__(env, dataclasses.replace(spec, observation=new, side=side))
-        self._name, self._own = name, len(own)
-        self._raw: dict[int, Array] = {}  # memory of leaves that the inner env writes differently
+        self._name, self._inner_leaves = name, len(own)
+        self._raw: dict[int, Array] = {}  # by leaf index: memory for the inner env's own shape and dtype
         for at, (key, leaf) in enumerate(own.items()):
             if key in (changed or {}) and (leaf.shape, leaf.dtype) != (new[key].shape, new[key].dtype):
                 self._raw[at] = leaf.column(spec.lanes)
-        self._every = range(spec.lanes)
-        self._inner = Row()
-        self._inner.copies, self._inner.place, self._inner.narrow = (), None, {}
+        self._inner_row = Row()
+        self._inner_row.copies, self._inner_row.place, self._inner_row.narrow = (), None, {}
 
     def joined(self, others: Sequence[Any]) -> Env:
-        """Transforms of single envs would not work on all lanes at once."""
+        """Refuse: transforms of single envs would not work on all lanes at once."""
         raise UsageError(
             f"put the transforms around the lanes: TransformedEnv(SerialEnv(n, make_env), {self._name}(…))"
         )
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
-        """Lanes elsewhere can write to a slot only what a slot has."""
+        """Return a slot the inner env can write to directly only if both have the same leaves, else a plain one."""
         same = not self._raw and self.spec.observation.keys() == self._env.spec.observation.keys()
         return self._env.make_slot(layout, index) if same else Slot(layout, index)
 
-    def _memory(self, arrays: Rows) -> list[Array]:
-        """Where the inner env writes its leaves."""
-        return [self._raw.get(at, array) for at, array in enumerate(arrays[: self._own])]
+    def _inner_arrays(self, arrays: Rows) -> list[Array]:
+        """Return the arrays that the inner env writes its leaves into."""
+        return [self._raw.get(at, array) for at, array in enumerate(arrays[: self._inner_leaves])]
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        inner = self._memory(into)
+        inner = self._inner_arrays(into)
         self._env.reset(lanes, inner, seeds)
-        self._begun(list(lanes), inner, into)
+        self._on_reset(list(lanes), inner, into)
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         if not self._raw:
             ended = self._env.step(lanes, row)
-            return self._stepped(lanes, row.next, row, ended)
-        inner = self._inner
+            return self._on_step(lanes, row.next, row, ended)
+        inner = self._inner_row
         inner.inputs, inner.outputs, inner.action, inner.after = row.inputs, row.outputs, row.action, row.after
         inner.rewards, inner.reward, inner.mask = row.rewards, row.reward, row.mask
         inner.terminated, inner.truncated, inner.done = row.terminated, row.truncated, row.done
-        inner.next = tuple(self._memory(row.next))
+        inner.next = tuple(self._inner_arrays(row.next))
         ended = self._env.step(lanes, inner)
-        return self._stepped(lanes, inner.next, row, ended)
+        return self._on_step(lanes, inner.next, row, ended)
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
-        """New episodes in these lanes: their observations are in `raw`, and belong in `into`."""
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+        """Called after a reset of these lanes: turn their observations in `raw` into those in `into`."""
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        """A step of these lanes: their successors are in `raw`, and belong in `row.next`."""
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        """Called after a step: turn the lanes' successors in `raw` into those in `row.next`. Return the ended lanes."""
         return ended
 
-    def _chosen(self, lanes: Sequence[int], row: Row) -> Any:
-        """The lanes that made a frame, as an index."""
+    def _frame_lanes(self, lanes: Sequence[int], row: Row) -> Any:
+        """Return the lanes that made a frame in this step, as an index into columns."""
         if row.mask is not None:
             return [lane for lane in lanes if row.mask[lane]]
-        return slice(None) if len(lanes) == len(self._every) else list(lanes)
+        return slice(None) if len(lanes) == self.spec.lanes else list(lanes)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    def _learned(self) -> dict[str, Any]:
-        """What it has learned of all lanes."""
+    def _statistics_state(self) -> dict[str, Any]:
+        """Return the statistics learned from all lanes, for `state_dict`."""
         return {}
 
-    def _load_learned(self, state: Mapping[str, Any]) -> None:
-        """The counterpart of `_learned`."""
+    def _load_statistics(self, state: Mapping[str, Any]) -> None:
+        """Load what `_statistics_state` returned."""
 
     def _lane_arrays(self) -> dict[str, Array]:
-        """What it remembers of each lane's open episode: arrays `[N, …]`."""
+        """Return the transform's memory of each lane's open episode, as arrays `[N, …]`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"transform": self._name, "learned": self._learned(), "env": self._env.state_dict()}
+        return {"transform": self._name, "learned": self._statistics_state(), "env": self._env.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not state:
             return
         if state.get("transform") != self._name:
             raise UsageError(f"this state is of {state.get('transform')}, the transform here is {self._name}")
-        self._load_learned(state["learned"])
+        self._load_statistics(state["learned"])
         self._env.load_state_dict(state["env"])
 
     def open_state(self) -> Any:
@@ -208,7 +209,7 @@ class TransformLanes(Wrapped):
 
 
 class LearningLanes(TransformLanes):
-    """A transform with running statistics, which all workers share."""
+    """A transform with running statistics that are shared among all workers."""
 
     def __init__(
         self, env: Env, name: str, statistics: Sequence[RunningStatistics], *, training: bool, **more: Any
@@ -219,16 +220,16 @@ class LearningLanes(TransformLanes):
     def running_statistics(self) -> Sequence[RunningStatistics]:
         return [*self._env.running_statistics(), *(self._statistics if self._training else ())]
 
-    def _learned(self) -> dict[str, Any]:
+    def _statistics_state(self) -> dict[str, Any]:
         return {str(at): one.state() for at, one in enumerate(self._statistics)}
 
-    def _load_learned(self, state: Mapping[str, Any]) -> None:
+    def _load_statistics(self, state: Mapping[str, Any]) -> None:
         for at, one in enumerate(self._statistics):
             one.load(state[str(at)])
 
 
 def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSpec) -> list[Key]:
-    """The observations a transform is for: those named, or all that are tensors, but for counters and infos."""
+    """Return the observations a transform applies to: those named, or all tensors except counters and infos."""
     if keys is None:
         found = [key for key, leaf in spec.observation.items() if key not in spec.side and not leaf.loose]
     else:
@@ -250,6 +251,6 @@ def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSp
 
 
 def float_leaf(leaf: Leaf) -> Leaf:
-    """The same as floating-point numbers, without bounds."""
+    """Return a floating-point leaf of the same shape without bounds: float32 unless NumPy has its float dtype."""
     floats = leaf.dtype is not None and leaf.dtype.is_floating_point and leaf.dtype is not torch.bfloat16
     return Leaf(leaf.shape, leaf.dtype if floats else torch.float32)

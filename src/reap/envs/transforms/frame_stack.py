@@ -3,8 +3,8 @@
     env ──► frame ──► ("frame", "pixels") of the row: kept            batch ──► restore ──► "pixels" [N, T, k, …]
                  └──► stack of the last k ──► "pixels": room for the latest only, read by the policy
 
-A lane that begins anew sees its first frame k times. What policies saw at the first row of a batch comes with it, so
-that `restore` can stack the frames of a batch whose episodes began before it.
+A lane that was reset sees its first frame k times. Each batch also carries the stacks that the policy saw at its first
+row, so that `restore` can stack the frames of episodes that began before the batch.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from reap.spec import AnyKey, Key, Leaf, as_key
 
 Array = np.ndarray[Any, Any]
 _BEFORE = -(2**40)  # a row before any batch
-FRAME_KEY = "frame"  # under it: frames of which stacks are made
+FRAME_KEY = "frame"  # the branch of a batch that holds the frames that stacks are made of
 
 
 class FrameStack(Transform):
-    """The last `size` frames as one observation, without storing a frame more than once.
+    """Show the policy the last `size` frames as one observation, without storing a frame more than once.
 
     >>> stack = FrameStack(4)
     >>> env = TransformedEnv(SerialEnv(8, make_atari), GrayscaleResize(), stack)
     >>> collector = Collector(env, policy, frames_per_batch=1024, postproc=stack.restore)
 
     The policy sees stacks under the observation's own key. Batches hold single frames, `("frame", key)`; `restore`
-    makes stacks of them where they are needed: as `postproc`, or on what is sampled.
+    makes stacks of them where they are needed: as `postproc`, or on sampled batches.
 
     Args:
-        size: how many frames.
-        keys: which observations; None: all that are tensors, but for counters and infos.
+        size: how many frames to stack.
+        keys: which observations to stack; None: all tensors except counters and infos.
     """
 
     def __init__(self, size: int, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
         self.size, self.keys = int(whole("size", size, least=1) or 1), keys
 
     def around(self, env: Env) -> Env:
-        return _Stacks(env, self)
+        return _FrameStackLanes(env, self)
 
     def restore(self, batch: TensorDictBase) -> TensorDictBase:
-        """A batch `[…, T]` with stacks in place of frames, at its root and under "next".
+        """Return the batch `[…, T]` with stacks in place of frames, at its root and under "next".
 
-        Rows of an episode that began before a batch which does not say what was seen then, as one that was sampled,
-        begin with the first frame there is.
+        If an episode began before the batch and the batch lacks the stacks of its first row (a sampled batch does),
+        the batch's first frame stands in for the missing ones.
         """
         frames = batch.get(FRAME_KEY, None)
         if frames is None:
             raise UsageError(f"restore: the batch has no {FRAME_KEY!r}; is FrameStack the last transform of its env?")
-        start = _starts(batch)
+        start = _episode_starts(batch)
         first = batch.get(FIRST, None)
         out = batch.exclude(FRAME_KEY, ("next", FRAME_KEY), FIRST)
         for key in frames.keys(True, True):
@@ -79,11 +79,11 @@ class FrameStack(Transform):
         size = self.size
         if first is None:
             history = frames[:, :1].expand(lanes, size - 1, *shape)
-        else:  # the same in every row
+        else:  # every row holds the same value
             history = first.select(batch.ndim - 1, 0).reshape(lanes, size, *shape)[:, : size - 1]
         row = torch.arange(steps, device=frames.device)
-        back = torch.arange(1 - size, 1, device=frames.device)
-        at = torch.maximum(row[:, None] + back, start.reshape(lanes, steps, 1)) + size - 1  # in history and frames
+        offsets = torch.arange(1 - size, 1, device=frames.device)
+        at = torch.maximum(row[:, None] + offsets, start.reshape(lanes, steps, 1)) + size - 1  # in history and frames
         every = torch.cat([history, frames], 1)
         lane = torch.arange(lanes, device=frames.device)[:, None, None]
         roots = every[lane, at]
@@ -93,12 +93,12 @@ class FrameStack(Transform):
 
 
 def stacked_shape(size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Pictures `[C, H, W]` are joined along their channels, all else gets a dimension in front."""
+    """Return a stack's shape: images `[C, H, W]` are joined along channels, others get a leading dimension."""
     return (size * shape[0], *shape[1:]) if len(shape) == 3 and shape[0] in (1, 3) else (size, *shape)
 
 
-def _starts(batch: TensorDictBase) -> Tensor:
-    """The row in which the episode of each row began; a number below any row: before the batch."""
+def _episode_starts(batch: TensorDictBase) -> Tensor:
+    """Return the row in which each row's episode began, or `_BEFORE` if it began before the batch."""
     ids = batch.get(TRAJ_IDS, None)
     steps = batch.batch_size[-1]
     if ids is not None:
@@ -111,20 +111,18 @@ def _starts(batch: TensorDictBase) -> Tensor:
     return torch.cat([before, marked], -1).cummax(-1).values
 
 
-class _Stacks(TransformLanes):
-    def __init__(self, env: Env, how: FrameStack) -> None:
+class _FrameStackLanes(TransformLanes):
+    def __init__(self, env: Env, transform: FrameStack) -> None:
         spec, name = env.spec, "FrameStack"
-        keys = chosen_keys(name, how.keys, spec)
+        keys = chosen_keys(name, transform.keys, spec)
         if spec.rows != "whole":
             raise UsageError(f"{name}: some steps of this env are no frames; it has to reset lanes when it is asked to")
         frames = {(FRAME_KEY, *key): leaf for key, leaf in spec.observation.items() if key in keys}
         clash = [key for key in frames if key in spec.observation]
         if clash or any(key[0] == FRAME_KEY for key in spec.observation):
             raise UsageError(f"{name} keeps frames under {FRAME_KEY!r}, which this env has already: rename it")
-        shapes = {key: spec.observation[key].shape for key in keys}
-        stacks = {
-            key: Leaf(stacked_shape(how.size, shapes[key]), spec.observation[key].dtype, once=True) for key in keys
-        }
+        size, shapes = transform.size, {key: spec.observation[key].shape for key in keys}
+        stacks = {key: Leaf(stacked_shape(size, shapes[key]), spec.observation[key].dtype, once=True) for key in keys}
         super().__init__(env, name)
         named = {(FRAME_KEY, *key) if key in keys else key: leaf for key, leaf in spec.observation.items()}
         hidden = spec.look.hidden | {*keys, *(("next", *key) for key in keys)}
@@ -135,26 +133,22 @@ class _Stacks(TransformLanes):
             look=dataclasses.replace(spec.look, hidden=frozenset(hidden)),
         )
         places, lanes = list(spec.observation), spec.lanes
-        # Of each: where its frames are in a row, where its stacks, and their shape frame by frame.
+        # For each key: the index of its frames in a row, the index of its stacks, and the stacks' shape frame by frame.
         self._parts = [
-            (places.index(key), self._own + n, (lanes, how.size, *shapes[key])) for n, key in enumerate(keys)
+            (places.index(key), self._inner_leaves + n, (lanes, size, *shapes[key])) for n, key in enumerate(keys)
         ]
-        self._seen: list[Array] = []  # what the policy has read last
+        self._last_stacks: list[Array] = []  # the stacks that the policy read last
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         for at, stack, shape in self._parts:
             into[stack].reshape(shape)[lanes] = raw[at][lanes][:, None]
-        self._seen = [into[stack] for _, stack, _ in self._parts]
+        self._last_stacks = [into[stack] for _, stack, _ in self._parts]
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        for (at, stack, shape), seen in zip(self._parts, self._seen):
-            new, old = row.next[stack].reshape(shape), seen.reshape(shape)
-            if len(lanes) == len(self._every):
-                new[:, :-1] = old[:, 1:]
-                new[:, -1] = raw[at]
-            else:
-                chosen = list(lanes)
-                new[chosen, :-1] = old[chosen, 1:]
-                new[chosen, -1] = raw[at][chosen]
-        self._seen = [row.after[stack] for _, stack, _ in self._parts]
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
+        for (at, stack, shape), last in zip(self._parts, self._last_stacks):
+            new, old = row.next[stack].reshape(shape), last.reshape(shape)
+            new[chosen, :-1] = old[chosen, 1:]
+            new[chosen, -1] = raw[at][chosen]
+        self._last_stacks = [row.after[stack] for _, stack, _ in self._parts]
         return ended

@@ -1,4 +1,4 @@
-"""Observations and rewards, normalised by running statistics of all lanes and workers."""
+"""Normalise observations and rewards by running statistics of all lanes and workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 class _Normalizer(Transform):
-    """What both have in common: statistics, and whether they are learned."""
+    """The base of both normalisers: their statistics, and whether these are still learned."""
 
     def __init__(self, epsilon: float, clip: float | None) -> None:
         for name, value in (("epsilon", epsilon), ("clip", clip)):
@@ -33,7 +33,7 @@ class _Normalizer(Transform):
         self._learned = LearnedStatistics()
 
     def frozen(self) -> Self:
-        """The same for evaluation: it reads these statistics as they are now or later, and never changes them.
+        """Return a copy for evaluation, which reads these statistics, now and as they change, but never updates them.
 
         >>> evaluation = TransformedEnv(make_env(), normalize.frozen())
         """
@@ -42,14 +42,14 @@ class _Normalizer(Transform):
         return other
 
     def statistics(self, key: AnyKey = "observation") -> RunningStatistics:
-        """Mean, variance and count under one key."""
+        """Return the running mean, variance and count of the values under one key."""
         known = self._learned.found
         if as_key(key) not in known:
             raise UsageError(f"nothing was learned of {show(as_key(key))} so far, but of {show_keys(known)}")
         return known[as_key(key)]
 
     def learned_of(self, key: Key, shape: tuple[int, ...]) -> RunningStatistics:
-        """The statistics of values of this shape."""
+        """Return the statistics for a key, after a check that their values have this shape."""
         found = self._learned.of(key)
         try:
             found.expect(shape)
@@ -59,15 +59,15 @@ class _Normalizer(Transform):
 
 
 class NormalizeObservation(_Normalizer):
-    """(observation − mean) / √(variance + epsilon), by the running mean and variance of all that was observed.
+    """(observation − mean) / √(variance + epsilon), by the running mean and variance of all observations.
 
-    Every observation counts once, as soon as the env has said it: of each step those of all lanes, then those that
-    lanes begin anew with. Statistics are those of all lanes and, between rollouts, of all workers.
+    Every observation counts once, as soon as the env returns it: first those of all lanes in a step, then the first
+    observations of the lanes that were reset. Statistics cover all lanes and, updated between rollouts, all workers.
 
     Args:
-        keys: which observations; None: all that are tensors, but for counters and infos.
-        epsilon: is added to the variance.
-        clip: cut off beyond ± this; None: nothing is.
+        keys: which observations to normalise; None: all tensors except counters and infos.
+        epsilon: added to the variance.
+        clip: clip results to ± this value; None: do not clip.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class NormalizeObservation(_Normalizer):
         return _NormalizedObservations(env, self)
 
     def inverse(self, observation: Tensor, key: AnyKey = "observation") -> Tensor:
-        """Observations as the env has said them, where nothing was clipped."""
+        """Return the env's original observations; exact only where nothing was clipped."""
         found = self.statistics(key)
         mean, scale = (
             torch.as_tensor(value, device=observation.device) for value in (found.mean, found.scale(self.epsilon))
@@ -89,29 +89,29 @@ class NormalizeObservation(_Normalizer):
 
 
 class _NormalizedObservations(LearningLanes):
-    def __init__(self, env: Env, how: NormalizeObservation) -> None:
+    def __init__(self, env: Env, transform: NormalizeObservation) -> None:
         name = "NormalizeObservation"
-        keys = chosen_keys(name, how.keys, env.spec)
+        keys = chosen_keys(name, transform.keys, env.spec)
         own = env.spec.observation
-        learned = [how.learned_of(key, own[key].shape) for key in keys]
+        learned = [transform.learned_of(key, own[key].shape) for key in keys]
         changed = {key: float_leaf(own[key]) for key in keys}
-        super().__init__(env, name, learned, training=how.training, changed=changed)
+        super().__init__(env, name, learned, training=transform.training, changed=changed)
         places = {key: at for at, key in enumerate(own)}
         self._parts = [
             (places[key], one, np.zeros((env.spec.lanes, *own[key].shape))) for key, one in zip(keys, learned)
         ]
-        self._epsilon, self._clip = how.epsilon, how.clip
+        self._epsilon, self._clip = transform.epsilon, transform.clip
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         for at, statistics, _ in self._parts:
             values = raw[at][lanes].astype(np.float64)
             if self._training:
                 statistics.update(values)
             into[at][lanes] = self._normalised(values, statistics)
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        whole = len(lanes) == len(self._every) and row.mask is None
-        chosen = None if whole else self._chosen(lanes, row)
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        whole = len(lanes) == self.spec.lanes and row.mask is None
+        chosen = None if whole else self._frame_lanes(lanes, row)
         for at, statistics, memory in self._parts:
             if whole:
                 memory[...] = raw[at]
@@ -124,7 +124,7 @@ class _NormalizedObservations(LearningLanes):
         return ended
 
     def _normalised(self, values: Array, statistics: RunningStatistics) -> Array:
-        """The same memory."""
+        """Normalise `values` in place, and return them."""
         values -= statistics.mean
         values /= statistics.scale(self._epsilon)
         if self._clip is not None:
@@ -133,15 +133,15 @@ class _NormalizedObservations(LearningLanes):
 
 
 class NormalizeReward(_Normalizer):
-    """reward / √(variance + epsilon), by the running variance of the discounted return of each lane.
+    """reward / √(variance + epsilon), by the running variance of the lanes' discounted returns.
 
-    A lane's return is G ← γ·G + reward, and begins anew with 0 after an episode's end. All lanes' G count once per
-    step, also the one an episode ends with. Rewards are not shifted: a mean of zero would change what is good.
+    A lane's return is G ← γ·G + reward, and is reset to 0 after an episode's end. Every lane's G counts once per step,
+    including the last step of an episode. Rewards are not shifted: a mean of zero would change what is good.
 
     Args:
         gamma: the discount.
-        epsilon: is added to the variance.
-        clip: cut off beyond ± this; None: nothing is.
+        epsilon: added to the variance.
+        clip: clip results to ± this value; None: do not clip.
     """
 
     def __init__(self, gamma: float = 0.99, *, epsilon: float = 1e-8, clip: float | None = None) -> None:
@@ -154,34 +154,34 @@ class NormalizeReward(_Normalizer):
         return _NormalizedRewards(env, self)
 
     def inverse(self, reward: Tensor) -> Tensor:
-        """Rewards as the env has said them, where nothing was clipped."""
+        """Return the env's original rewards; exact only where nothing was clipped."""
         scale = torch.as_tensor(self.statistics("reward").scale(self.epsilon), device=reward.device)
         return (reward * scale).to(reward.dtype)
 
 
 class _NormalizedRewards(LearningLanes):
-    def __init__(self, env: Env, how: NormalizeReward) -> None:
+    def __init__(self, env: Env, transform: NormalizeReward) -> None:
         leaves = env.spec.reward
         if len(leaves) != 1 or next(iter(leaves.values())).shape != (1,):
             raise UsageError(f"NormalizeReward is for one reward per lane; this env has {list(leaves)}")
-        (self._learns,) = learned = [how.learned_of(("reward",), ())]
-        super().__init__(env, "NormalizeReward", learned, training=how.training)
-        self._gamma, self._epsilon, self._clip = how.gamma, how.epsilon, how.clip
+        (self._return_statistics,) = learned = [transform.learned_of(("reward",), ())]
+        super().__init__(env, "NormalizeReward", learned, training=transform.training)
+        self._gamma, self._epsilon, self._clip = transform.gamma, transform.epsilon, transform.clip
         self._return = np.zeros(env.spec.lanes)
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         self._return[lanes] = 0.0
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        chosen = self._chosen(lanes, row)
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen = self._frame_lanes(lanes, row)
         reward = row.reward[chosen].astype(np.float64)
         if self._training:
             values = self._return[chosen] * self._gamma
             values += reward
             self._return[chosen] = values
             if len(values):
-                self._learns.update(values)
-        reward /= self._learns.scale(self._epsilon)
+                self._return_statistics.update(values)
+        reward /= self._return_statistics.scale(self._epsilon)
         if self._clip is not None:
             np.clip(reward, -self._clip, self._clip, out=reward)
         row.reward[chosen] = reward

@@ -1,4 +1,4 @@
-"""Transforms of rewards, and counts of an episode: how much it has brought, and how long it is."""
+"""Transforms of rewards, and transforms that add an episode's return or length so far, or limit its length."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ScaleReward(Transform):
         return reward * self.scale + self.shift
 
     def inverse(self, reward: Tensor) -> Tensor:
-        """Rewards as the env has said them."""
+        """Return the env's original rewards."""
         return (reward - self.shift) / self.scale
 
 
 class ClipReward(Transform):
-    """Rewards cut off below `low` and above `high`."""
+    """Clip rewards to between `low` and `high`; None: no bound on that side."""
 
     def __init__(self, low: float | None = -1.0, high: float | None = 1.0) -> None:
         self.low = None if low is None else _number("low", low)
@@ -66,27 +66,24 @@ class ClipReward(Transform):
 
 
 class _ChangedRewards(TransformLanes):
-    """Every reward of an env, as a function changes it."""
+    """An env around another that applies a function to every reward."""
 
     def __init__(self, env: Env, name: str, change: Any) -> None:
         super().__init__(env, name)
         self._change = change
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        if len(lanes) == len(self._every):
-            for reward in row.rewards:
-                reward[...] = self._change(reward)
-        else:
-            for reward in row.rewards:
-                reward[list(lanes)] = self._change(reward[list(lanes)])
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
+        for reward in row.rewards:
+            reward[chosen] = self._change(reward[chosen])
         return ended
 
 
 class RewardSum(Transform):
-    """Adds the sum of an episode's rewards so far, as the transforms before it have left them: 0 at its beginning.
+    """Adds the sum of an episode's rewards so far, 0 at its beginning. It sums what the transforms before it return.
 
     Args:
-        key: what it is called.
+        key: the name of the added observation.
     """
 
     def __init__(self, key: AnyKey = "episode_reward") -> None:
@@ -102,14 +99,14 @@ class _SummedRewards(TransformLanes):
         super().__init__(env, "RewardSum", added={as_key(key): Leaf(leaf.shape, torch.float32)})
         self._sum = np.zeros((env.spec.lanes, *leaf.shape))
 
-    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+    def _on_reset(self, lanes: list[int], raw: Rows, into: Rows) -> None:
         self._sum[lanes] = 0.0
-        into[self._own][lanes] = 0.0
+        into[self._inner_leaves][lanes] = 0.0
 
-    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
-        chosen = self._chosen(lanes, row)
+    def _on_step(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen = self._frame_lanes(lanes, row)
         self._sum[chosen] += row.rewards[0][chosen]
-        row.next[self._own][...] = self._sum
+        row.next[self._inner_leaves][...] = self._sum
         return ended
 
     def _lane_arrays(self) -> dict[str, Array]:
@@ -117,7 +114,7 @@ class _SummedRewards(TransformLanes):
 
 
 class TimeLimit(Transform):
-    """Episodes are truncated after `max_steps`; `step_count` says how long they are."""
+    """Truncates episodes after `max_steps`, and adds `step_count`, the number of steps so far."""
 
     def __init__(self, max_steps: int, key: AnyKey = STEP_COUNT) -> None:
         self.max_steps, self.key = int(whole("max_steps", max_steps, least=1) or 1), key
@@ -127,7 +124,7 @@ class TimeLimit(Transform):
 
 
 class StepCounter(Transform):
-    """Adds `step_count`: 0 at the beginning of an episode, counted up by each step."""
+    """Adds `step_count`: 0 at the beginning of an episode, incremented by each step."""
 
     def __init__(self, key: AnyKey = STEP_COUNT) -> None:
         self.key = key
