@@ -1,12 +1,12 @@
-"""Listener: a socket at which only those with the secret are received, however many others come.
+"""Listener: a socket that serves only peers who know the secret, however many others connect.
 
     peer ── dial ──► nonce ◄─► nonce, each side proves that it knows the secret ──► a thread that serves it
                        └── a stranger: limited in number and in time, refused, logged
 
-One thread accepts and listens to all who have not proved themselves yet; they cost a descriptor each, no thread, and
-never more than `_MOST` of them. When another comes, the oldest of the address with the most connections goes: who has
-the secret is through within a round trip, and `dial` comes again if it was pushed out. When descriptors run out,
-strangers go first, and accepting goes on as soon as there are some again.
+One thread accepts connections and reads from all strangers, the peers that have not proved themselves yet. Each costs a
+descriptor and no thread, and there are never more than `_MOST`. When another arrives, the oldest stranger from the
+address with the most connections is dropped: a peer with the secret is done within a round trip, and `dial` retries if
+it was dropped. When descriptors run out, strangers are dropped first; accepting resumes when there are some again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from reap._system.fork_server.client import enough_room
 
 PATIENCE = 5.0  # seconds a peer has to prove itself, in all
 _MOST = 128  # peers that have not proved themselves yet, at a time
-_PAUSE = 0.1  # seconds without accepting, when it fails
-_QUIET = 5.0  # seconds between two lines of the log about a flood
+_PAUSE = 0.1  # seconds without accepting, after it failed
+_QUIET = 5.0  # seconds between two log lines about a flood
 _NONCE, _PROOF, _NAME = 32, 32, 16  # bytes
-_NO = b"\0" * _PROOF  # said in place of a proof: no secret, or no such service
+_NO = b"\0" * _PROOF  # sent in place of a proof: wrong secret, or no such service
 _log = logging.getLogger("reap")
 
 Address = tuple[str, int] | str | bytes  # a host and a port, or a Unix socket
@@ -41,7 +41,7 @@ class Refused(ConnectionError):
 
 
 class Visitor(NamedTuple):
-    """A connection whose other side has proved itself, and a key that only the two know."""
+    """A connection whose other side has proved itself, and a key that only the two sides know."""
 
     socket: socket.socket
     key: bytes
@@ -49,14 +49,14 @@ class Visitor(NamedTuple):
 
 
 def dial(address: Address, secret: bytes, service: str, patience: float = PATIENCE) -> Visitor:
-    """Ask a listener for something. Hung up on in a crowd, it tries again, for `patience` seconds in all."""
+    """Connect to a service of a listener. Dropped in a crowd, it retries, for `patience` seconds in all."""
     until = time.monotonic() + patience
     while True:
         try:
             return _dial(address, secret, service, until)
         except Refused:
             raise
-        # BlockingIOError: a Unix socket whose queue is full
+        # BlockingIOError: the queue of a Unix socket is full
         except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError, BlockingIOError, _HungUp) as error:
             if time.monotonic() + _PAUSE >= until:
                 raise Refused(f"{_shown(address)} hung up on us: {error}") from None
@@ -106,7 +106,7 @@ def _named(service: str) -> bytes:
 
 
 class _HungUp(ConnectionError):
-    """The other side hung up before everything was said."""
+    """The other side closed the connection in the middle of the handshake."""
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -120,7 +120,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def settled(connection: socket.socket) -> socket.socket:
-    """Return a socket to be used from now on: it blocks, and does not hold back what is small."""
+    """Make a socket blocking, and let it send small messages without delay; return it."""
     connection.settimeout(None)
     if connection.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ def settled(connection: socket.socket) -> socket.socket:
 
 
 def woken_selector(made: contextlib.ExitStack) -> tuple[selectors.BaseSelector, socket.socket, socket.socket]:
-    """Return a selector with a socket by which it is woken, and the other end of that; closed with `made`."""
+    """Return a selector, the socket that wakes it, and the other end to write to; `made` closes them all."""
     selector = selectors.DefaultSelector()
     made.callback(selector.close)
     wake, waker = socket.socketpair()
@@ -148,10 +148,10 @@ class _Stranger:
 
 
 class Listener:
-    """Accepts at a socket that listens. Who knows `secret` is given to `serve`, in a thread of its own.
+    """Accepts connections, and calls `serve` in a thread of its own for every peer that knows `secret`.
 
-    `secret` None: everybody is, for a socket of the loopback address, but no more than `_MOST` at a time.
-    `knows(service)` says whether what a peer asks for is there.
+    With `secret` None it serves everybody, for a socket of the loopback address, but at most `_MOST` at a time.
+    `knows(service)` says whether the service a peer requests exists.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class Listener:
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self._serving: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
-        self._turned_away, self._told, self._told_of_errors = 0, 0.0, 0.0  # when the log was last told
-        self._paused: float | None = None  # until when nobody is accepted
+        self._turned_away, self._told, self._told_of_errors = 0, 0.0, 0.0  # when each was last logged
+        self._paused: float | None = None  # time until which no connection is accepted
         self._open = True
         with contextlib.ExitStack() as made, enough_room(f"what listens at {self._where}"):
             made.callback(listening.close)
@@ -178,7 +178,7 @@ class Listener:
             self._selector.register(listening, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._run, name=f"reap-{name}", daemon=True)
             self._thread.start()
-            made.pop_all()  # it is here to stay
+            made.pop_all()  # it all stays open
 
     # ---- the thread that listens ------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Listener:
         while self._open:
             try:
                 self._turn()
-            except Exception:  # whatever it was: others want to come in
+            except Exception:  # whatever it was, other peers are waiting
                 if self._open:
                     _log.exception("%s: a turn of the listening thread failed; it goes on", self._where)
                     time.sleep(_PAUSE)
@@ -195,7 +195,7 @@ class Listener:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        until = [stranger.until for stranger in list(self._strangers.values())[:1]]  # the oldest is the first to go
+        until = [stranger.until for stranger in list(self._strangers.values())[:1]]  # the oldest times out first
         until += [] if self._paused is None else [self._paused]
         ready = self._selector.select(max(0.0, min(until) - now) if until else None)
         now = time.monotonic()
@@ -211,7 +211,7 @@ class Listener:
             self._refuse(stranger, f"it did not prove itself within {PATIENCE:.0f} s")
 
     def _accept(self) -> None:
-        """Whoever waits, some at a time: those who are in want to be heard, too."""
+        """Accept waiting connections, up to 16 at a time, so that those accepted before are read from in between."""
         for _ in range(16):
             try:
                 connection, address = self._listening.accept()
@@ -238,7 +238,7 @@ class Listener:
             self._strangers[connection] = stranger
 
     def _out_of_descriptors(self, error: OSError) -> None:
-        """Accepting failed: strangers give theirs back, and it is tried again in a moment."""
+        """Accepting failed: drop strangers to free their descriptors, and try again in a moment."""
         if time.monotonic() - self._told_of_errors > _QUIET:
             self._told_of_errors = time.monotonic()
             _log.warning("%s: cannot accept a connection: %s; it is tried again", self._where, error)
@@ -248,7 +248,7 @@ class Listener:
         self._paused = time.monotonic() + _PAUSE
 
     def _turn_away(self) -> None:
-        """Room for one more: of the address with the most of them the oldest goes."""
+        """Make room for one more: drop the oldest stranger of the address with the most of them."""
         crowd = collections.Counter(stranger.host for stranger in self._strangers.values()).most_common(1)[0][0]
         self._drop(next(stranger for stranger in self._strangers.values() if stranger.host == crowd))
         self._turned_away += 1
@@ -316,7 +316,7 @@ class Listener:
             if crowded:
                 raise RuntimeError(f"{_MOST} are being received already")
             thread.start()
-        except RuntimeError as error:  # no thread to be had
+        except RuntimeError as error:  # the system has no room for another thread
             with self._lock:
                 self._serving.pop(thread, None)
             _log.warning("%s: cannot receive a connection: %s", self._where, error)
@@ -338,7 +338,7 @@ class Listener:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, deadline: float = PATIENCE) -> None:
-        """Everybody who came is hung up on; their threads have `deadline` seconds to end."""
+        """Close all connections; the threads that serve them have `deadline` seconds to end."""
         until = time.monotonic() + deadline
         self._open = False
         with contextlib.suppress(OSError):

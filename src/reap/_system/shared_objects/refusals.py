@@ -1,9 +1,9 @@
-"""Refusals: which part of what a user gave us cannot travel to another process, what it is, and what to do instead.
+"""Refusals: which part of what a user gave us cannot be sent to another process, and what to do instead.
 
     create_env_fn ── fails ──► its parts, as pickling sees them ──► the one that fails by itself ──► its parts ──► …
                                closure, defaults, arguments, attributes, items                       the last is named
 
-This is asked when pickling has failed already, so it may take its time: each part is pickled alone.
+This runs only after pickling has failed, so it may take its time: it pickles each part alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-_DEEPEST = 64  # parts of parts
+_DEEPEST = 64  # levels of parts within parts
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), type(...))
 
 _MADE_THERE = "make it inside the factory, which runs in the process that uses it"
@@ -29,8 +29,8 @@ _SHARED = f"take one of multiprocessing (its Lock, Event, Queue … reach worker
 _OPEN = "give one that is open"
 _PICKLING = {"__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__"}
 
-# What is told of such a part, not of what is inside it: what it is in words, and what to do instead. By the names of
-# classes: not all are there on every system, and none is to be imported for this.
+# Parts that are named as a whole instead of searched: what each is in words, and what to do instead. Keyed by the names
+# of their classes, because not all exist on every system, and none should be imported for this.
 _KINDS: dict[str, tuple[Callable[[Any], str], str]] = {
     "tempfile._TemporaryFileWrapper": (lambda it: f"an open file ({it.name!r})", "open it inside the factory"),
     "_io._IOBase": (lambda it: _file(it), "give its path, and open it inside the factory"),
@@ -58,9 +58,9 @@ _KINDS: dict[str, tuple[Callable[[Any], str], str]] = {
 
 
 def holds_number(thing: Any) -> int | None:
-    """Return the descriptor that `thing` would take to another process as a mere number, where it is something else.
+    """Return the descriptor that pickling `thing` would send as a mere number; None if there is none.
 
-    Of those that have a `fileno` and do not say themselves how they are pickled.
+    That is so for objects that have a `fileno` and do not define how they are pickled.
     """
     kind: Any = type(thing)
     if not hasattr(kind, "fileno") or any(vars(one).keys() & _PICKLING for one in kind.__mro__[:-1]):
@@ -72,9 +72,9 @@ def holds_number(thing: Any) -> int | None:
 
 
 def refusal(given: Mapping[str, Any], why: Callable[[Any], Exception | None]) -> str | None:
-    """Which of the things that users have `given`, by name, cannot be sent: what of it, why, and what to do instead.
+    """Return an error text for the first of `given` that cannot be sent: which part of it, why, and what to do instead.
 
-    `why` says why something cannot be pickled, if it cannot; None, if all can.
+    `why` returns the reason why something cannot be pickled, or None. Returns None if everything can be sent.
     """
     for name, thing in given.items():
         if (cause := why(thing)) is not None:
@@ -86,7 +86,7 @@ def refusal(given: Mapping[str, Any], why: Callable[[Any], Exception | None]) ->
 
 
 def _find(thing: Any, cause: Exception, why: Callable[[Any], Exception | None]) -> tuple[list[str], Any, Exception]:
-    """Return the way to the part that fails by itself, that part, and the reason."""
+    """Return the path to the innermost part that fails by itself, that part, and the reason."""
     path: list[str] = []
     seen = [thing]
     while len(seen) < _DEEPEST and _kind(seen[-1]) is None and type(seen[-1]) not in copyreg.dispatch_table:
@@ -196,7 +196,7 @@ def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"module {name!r}", part) for name, part in thing.named_children())
     try:
         reduced = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    except Exception:  # it pickles by itself what it holds, or cannot be: then its attributes may tell
+    except Exception:  # it pickles its content by itself, or cannot be pickled: then its attributes may show why
         yield from _attributes(getattr(thing, "__dict__", {}))
         return
     if not isinstance(reduced, tuple):
