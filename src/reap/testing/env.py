@@ -1,8 +1,8 @@
-"""check_env: what reap needs from an env, tried out; what is wrong, in plain words.
+"""check_env: tries out whether an env does what reap needs, and reports each problem as a sentence.
 
              ┌─ a Gymnasium env: played alone, and beside a copy, with the same seed and actions ─┐
 make_env() ──┤                                                                                    ├─► sentences
-             └─ any other: collected from, alone and beside a copy; the rows are judged (rows.py) ┘
+             └─ any other: collected from, alone and beside a copy; its rows are checked (rows.py) ┘
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from reap.testing.values import equal
 
 
 def check_env(make_env: Callable[[], Any], *, steps: int = 200) -> list[str]:
-    """Try an env and raise an AssertionError that lists all that is wrong with it, one sentence each.
+    """Try an env, and raise an AssertionError that lists every problem in one sentence each.
 
-    Returns remarks: things that are allowed, and worth knowing. NumPy's, Python's and torch's generators are put back.
+    Returns remarks: things that are allowed, but worth knowing. The state of NumPy's, Python's and torch's random
+    generators is restored.
 
     >>> check_env(lambda: gymnasium.make("CartPole-v1"))
     []
 
     Args:
-        make_env: makes an env of any kind a collector accepts; called several times.
-        steps: how long to play.
+        make_env: a factory of any kind of env a collector accepts; it is called several times.
+        steps: how many steps to play.
     """
     if not callable(make_env) or is_env(make_env):
         raise AssertionError("check_env takes a factory, not a finished env: several copies are needed to compare")
@@ -58,7 +59,7 @@ def check_env(make_env: Callable[[], Any], *, steps: int = 200) -> list[str]:
 
 def _travels(make_env: Callable[[], Any], wrong: list[str]) -> None:
     try:
-        pack(make_env, "it")  # not loaded: in this process that would change classes that travel by value
+        pack(make_env, "it")  # not unpacked: in this process that would change classes that are pickled by value
     except Exception as cause:
         wrong.append(f"The factory cannot be sent to a worker process: pickling it raised {cause!r}.")
 
@@ -97,7 +98,7 @@ def _check_gymnasium(
     first = Player(env, wrong, remarks)
     alone = first.play(steps)
     if not wrong:
-        generators.scatter(2)  # what depends on them will differ
+        generators.scatter(2)  # an env that draws from the global generators will differ
         again = Player(other, [], []).play(steps)
         _compare(alone, again, wrong)
     if not wrong:
@@ -116,7 +117,7 @@ def _beside(
     wrong: list[str],
     remarks: list[str],
 ) -> None:
-    """Play a copy in turns with another that has other seeds and actions: it must not notice."""
+    """Play a copy in turns with another that has other seeds and actions, and check that it is not affected."""
     one, two = make_env(), make_env()
     watch = ResetWatch(two)
     player, neighbour = Player(one, [], []), Player(two, [], [], seed=SEED + 1)

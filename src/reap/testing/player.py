@@ -1,4 +1,4 @@
-"""A player: plays a Gymnasium env with actions drawn from a fixed seed, writes down what it sees and what is wrong."""
+"""The player: plays a Gymnasium env with actions from a fixed seed, and records what it sees and what is wrong."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SEED = 7
 
 
 class Player:
-    """Plays an env with actions drawn from a fixed seed and writes down what it sees."""
+    """Plays an env with actions drawn from a fixed seed, and records what it sees."""
 
     def __init__(self, env: gym.Env[Any, Any], wrong: list[str], remarks: list[str], *, seed: int = SEED) -> None:
         self.env, self._wrong, self._remarks, self._seed = env, wrong, remarks, seed
-        self._actions = copy.deepcopy(env.action_space)  # copies may share one, and what it draws
+        self._actions = copy.deepcopy(env.action_space)  # copies of the env may share one space, and so its generator
         self._said: set[str] = set()
         self.broke = False  # whether anything was wrong
         self.story: list[Any] = []
@@ -39,13 +39,13 @@ class Player:
             self._remarks.append(sentence)
 
     def play(self, steps: int) -> list[Any]:
-        """Make all steps; returns what was seen."""
+        """Play all steps; return what was seen."""
         for _ in self.moves(steps):
             pass
         return self.story
 
     def moves(self, steps: int) -> Iterator[None]:
-        """One step at a time, until something is wrong."""
+        """Play one step at a time, until something is wrong."""
         self._actions.seed(self._seed)
         self._reset(self._seed)
         ends = 0
@@ -62,7 +62,7 @@ class Player:
             )
 
     def _step(self, t: int) -> bool:
-        """One step; whether the episode is over."""
+        """Make one step; return whether the episode is over."""
         action, seen = self._actions.sample(), self._seen
         given, before, drawn = copied(action), copied(seen), generators.state()
         try:
@@ -145,7 +145,7 @@ class Player:
                 continue
             try:
                 array = np.asarray(value)
-            except ValueError:  # NumPy takes lists only where each has as many entries as the next
+            except ValueError:  # NumPy requires nested lists of equal lengths
                 self._say("ragged" + path, f"{where} {name} as lists of different lengths; its space says {part}.")
                 continue
             if array.dtype == object:
@@ -167,7 +167,7 @@ class Player:
 
     def _judge(self, reward: Any, terminated: Any, truncated: Any, info: Any, t: int) -> None:
         try:
-            number = np.asarray("None" if reward is None else reward, np.float64)  # NumPy would make None a NaN
+            number = np.asarray("None" if reward is None else reward, np.float64)  # NumPy would convert None to NaN
         except (TypeError, ValueError):
             self._say("reward", f"At step {t} the reward is {reward!r}, not a number.")
         else:
@@ -187,7 +187,7 @@ _ARRAYS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.sp
 
 
 def _undeclared(space: gym.Space[Any], value: Any, path: str = "") -> list[str]:
-    """Entries of an observation that its space does not have, by path."""
+    """Return the paths of entries of an observation that its space does not declare."""
     found: list[str] = []
     if isinstance(space, gym.spaces.Dict) and isinstance(value, Mapping):
         found += [f"{path}[{name!r}]" for name in value if name not in space.spaces]

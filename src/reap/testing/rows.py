@@ -1,6 +1,6 @@
-"""Rows: an env of any kind, judged by what a collector makes of it.
+"""Rows: checks an env of any kind by the rows that a collector gets from it.
 
-two copies ─► collect one by one ─► the same rows?      then two more in turns ─► the same rows still?
+two copies ─► collect one by one ─► the same rows?      then two more in turns ─► still the same rows?
                     └─► every successor is where the next row begins, flags agree, no NaN
 """
 
@@ -25,7 +25,7 @@ from reap.testing import generators
 from reap.testing.calls import CallWatch
 
 _SEED = 7
-_BATCHES = 8  # few steps each, so that rows that follow one another lie in different batches too
+_BATCHES = 8  # of few steps each, so that batches end between many rows that follow one another
 _IDS = ("collector", "traj_ids")
 _MASK = ("collector", "mask")
 Columns = dict[tuple[str, ...], Tensor]
@@ -38,7 +38,7 @@ SHARED_STATE = (
 def check_rows(
     env: Any, other: Any, make_env: Callable[[], Any], steps: int, wrong: list[str], remarks: list[str]
 ) -> None:
-    """Collect from two copies with random actions; what is wrong with the rows goes to `wrong`."""
+    """Collect from two copies with random actions; append what is wrong with the rows to `wrong`."""
     one = _Stream.of(lambda: env, steps, wrong, remarks)
     if one is None:
         return
@@ -64,7 +64,7 @@ def check_rows(
 
 
 class _Stream:
-    """A collector with random actions, seeded, and generators of its own: what others draw meanwhile is not seen."""
+    """A collector with random actions, seeded, and with generators of its own: draws of others do not affect it."""
 
     def __init__(self, make: Callable[[], Any], steps: int, seed: int) -> None:
         env = as_env(make())
@@ -87,7 +87,7 @@ class _Stream:
 
     @staticmethod
     def of(make: Callable[[], Any], steps: int, wrong: list[str], remarks: list[str], seed: int = _SEED) -> Any:
-        """Return a stream, or None if it cannot be made, which goes to `wrong`."""
+        """Return a stream; None if it cannot be made, after appending the reason to `wrong`."""
         try:
             stream = _Stream(make, steps, seed)
         except ReapError as cause:
@@ -98,7 +98,7 @@ class _Stream:
         return stream
 
     def more(self) -> bool:
-        """One batch; whether there was one to make."""
+        """Collect one batch; return False if there was none left to collect."""
         if not self._left:
             return False
         self._left -= 1
@@ -111,7 +111,7 @@ class _Stream:
         return True
 
     def all(self, wrong: list[str]) -> Columns | None:
-        """What is left, as one row of columns per lane; None if that fails."""
+        """Collect the rest; return all batches joined as columns `[lanes, time, …]`, or None if that fails."""
         try:
             while self.more():
                 pass
@@ -135,7 +135,7 @@ class _Stream:
 
 
 class _ActionsByLane(Policy):
-    """Random actions that belong to lanes: a lane's n-th is the same, whichever lanes are ready before it."""
+    """Random actions that belong to lanes: a lane's n-th is the same, whichever lanes were ready before it."""
 
     def __init__(self, spec: EnvSpec, seed: int) -> None:
         self._masks = action_masks(spec)
@@ -148,7 +148,7 @@ class _ActionsByLane(Policy):
         legal = dict(zip(self._masks, masks))
         before = torch.get_rng_state()
         for at, lane in enumerate(lanes.tolist()):
-            if lane < 0:  # nobody stands there, but what is written is looked through with the others
+            if lane < 0:  # no lane at this position, but all written actions are validated together
                 for column in row.outputs:
                     column[at] = column[0]
                 continue
@@ -160,18 +160,18 @@ class _ActionsByLane(Policy):
 
 
 def _allowed(leaf: Leaf, mask: Tensor) -> Tensor:
-    """Return one of the actions that a mask allows, as this leaf has it."""
+    """Return a random action that a mask allows, encoded as this leaf is."""
     index = legal_choice(mask)
     return (torch.nn.functional.one_hot(index, leaf.n) if leaf.one_hot else index).reshape(leaf.shape)
 
 
 def _columns(batch: TensorDictBase) -> Columns:
-    """The tensor columns as `[lanes, time, …]`; texts, objects and ragged ones are left out."""
+    """Return the tensor columns as `[lanes, time, …]`, without texts, objects and ragged columns."""
     found: Columns = {}
     for key in batch.keys(True, True):
         try:
             value = batch.get(key)
-        except RuntimeError:  # ragged
+        except RuntimeError:  # a ragged column
             continue
         if isinstance(value, Tensor):
             leading = batch.batch_size
@@ -180,7 +180,7 @@ def _columns(batch: TensorDictBase) -> Columns:
 
 
 def _beside(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list[str]) -> None:
-    """Two more copies, in turns and with different seeds: the first must not notice."""
+    """Collect from two more copies in turns, with different seeds: the first must not be affected."""
     one, two = (_Stream.of(make_env, steps, wrong, [], seed) for seed in (_SEED, _SEED + 1))
     if one is None or two is None:
         return
@@ -196,7 +196,7 @@ def _beside(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list
 
 
 def _chain(columns: Columns, wrong: list[str]) -> None:
-    """Within an episode, what one row ends with is what the next begins with."""
+    """Check within episodes that each row's successor is where the next row begins."""
     if _IDS not in columns:
         return
     over = _over(columns)
@@ -222,7 +222,7 @@ def _chain(columns: Columns, wrong: list[str]) -> None:
 
 
 def _finals(columns: Columns, remarks: list[str]) -> None:
-    """Remark upon last observations that are all the first ones of the episodes that follow."""
+    """Remark on last observations that all equal the first ones of the episodes that follow."""
     if _IDS not in columns or _MASK in columns:
         return
     seen = [key for key in columns if ("next", *key) in columns and columns[key].is_floating_point()]
@@ -241,7 +241,7 @@ def _finals(columns: Columns, remarks: list[str]) -> None:
 
 
 def _over(columns: Columns) -> Tensor:
-    """Where an episode, or a part of one (an agent's), ended: `[lanes, time]`."""
+    """Return where an episode, or an agent's part of one, ended: `[lanes, time]`."""
     ends = torch.zeros_like(columns[_IDS], dtype=torch.bool)
     for key, done in columns.items():
         if key[0] == "next" and key[-1] == "done":
@@ -251,7 +251,7 @@ def _over(columns: Columns) -> Tensor:
 
 
 def _ended(columns: Columns, done: tuple[str, ...]) -> Tensor:
-    """What terminated and truncated say together, beside this done flag; the flag itself where there are none."""
+    """Return terminated | truncated beside this done flag; the flag itself where neither exists."""
     parts = [columns[part] for name in ("terminated", "truncated") if (part := (*done[:-1], name)) in columns]
     return parts[0] | parts[-1] if parts else columns[done]
 
@@ -260,7 +260,7 @@ def _flags(columns: Columns, wrong: list[str]) -> None:
     for key, done in columns.items():
         if key[0] == "next" and key[-1] == "done":
             ended = _ended(columns, key)
-            if (ended & ~done).any() or (len(key) == 2 and (done & ~ended).any()):  # an absent agent is done, no more
+            if (ended & ~done).any() or (len(key) == 2 and (done & ~ended).any()):  # an absent agent is only done
                 wrong.append(f"{show(key)} is not what terminated and truncated say together.")
 
 
@@ -276,7 +276,7 @@ def _same(one: Columns, other: Columns) -> bool:
 
 
 def _alike(one: Tensor, other: Tensor) -> Tensor:
-    """Which rows are equal; NaN equals NaN."""
+    """Return which rows are equal; NaN equals NaN."""
     if one.shape != other.shape:
         return torch.zeros(1, dtype=torch.bool)
     equal = (one == other) | ((one != one) & (other != other))
