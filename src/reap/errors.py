@@ -135,15 +135,11 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 def reraise(what: str, cause: Exception) -> NoReturn:
     """Raise a `WorkerRaised` caused by what the user's code raised; an error of reap's is raised unchanged."""
-    if isinstance(cause, ReapError):
-        raise cause
-    raise raised_by(f"{what} raised", cause)
+    raise as_raised(f"{what} raised", cause)
 
 
 def as_raised(what: str, cause: BaseException) -> ReapError:
-    """Return a `WorkerRaised` that begins with `what` and is caused by what the user's code raised; an error of reap's
-    is returned unchanged.
-    """
+    """Return `cause` if it is an error of reap's, else a `WorkerRaised` that begins with `what` and is caused by it."""
     return cause if isinstance(cause, ReapError) else raised_by(what, cause)
 
 

@@ -316,7 +316,8 @@ class WholeTrajectories:
 def ended(flat: TensorDictBase) -> torch.Tensor:
     """Return which frames end an episode: by the root's done flag, or, without one, if any agent's done flag is set."""
     reached = flat.get("next")
-    keys = ["done"] if "done" in reached.keys() else [k for k in reached.keys(True, True) if as_key(k)[-1] == "done"]  # noqa: SIM118
+    keys = [key for key in reached.keys(True, True) if as_key(key)[-1] == "done"]
+    keys = ["done"] if "done" in keys else keys
     flags = [reached.get(key).reshape(len(flat), -1).any(-1) for key in keys]
     return torch.stack(flags).any(0).cpu()
 

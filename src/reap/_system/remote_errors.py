@@ -8,7 +8,7 @@ import traceback
 
 from reap._system.debugging import debugger_left
 from reap._system.pickling import dumps
-from reap.errors import ReapError, WorkerRaised, raised_by
+from reap.errors import ReapError, WorkerRaised, as_raised
 
 
 class RemoteTraceback(Exception):
@@ -48,9 +48,7 @@ class Raised:
 
 def as_reap_error(error: BaseException, doing: str) -> ReapError:
     """Return `error` if it is one of reap's own, else a `WorkerRaised` that says `doing` raised it."""
-    if isinstance(error, ReapError):
-        return error
-    return raised_by(f"{doing} raised", error)
+    return as_raised(f"{doing} raised", error)
 
 
 def _error_bytes(error: BaseException | None) -> bytes:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from reap._system.fork_server.orphans import state_of
 from reap._system.worker_log import record
 from reap.errors import WorkerSilent
 
@@ -88,12 +89,4 @@ def log(who: str, seconds: float, stack: str) -> None:
 
 def frozen_first(workers: Sequence[W]) -> list[W]:
     """Return workers of this machine with stopped (SIGSTOP) ones first: the others may be waiting for those."""
-    return sorted(workers, key=lambda worker: not _stopped(worker.child.pid))
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] in "Tt"
-    except (OSError, IndexError):  # the process is gone, or this is not Linux
-        return False
+    return sorted(workers, key=lambda worker: state_of(worker.child.pid) not in "Tt")

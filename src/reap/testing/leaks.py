@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reap._system.fork_server.client import kept_fork_server
-from reap._system.fork_server.orphans import is_resource_tracker
+from reap._system.fork_server.orphans import children_of, is_resource_tracker
 from reap._system.threads import wait_for_ends
 
 # Seconds until something that has ended must be gone: a process or thread may be visible for a moment after its end was
@@ -74,17 +74,16 @@ def _children() -> set[str]:
 
 def _descendants(ancestor: int) -> set[int]:
     found = set()
-    for task in Path(f"/proc/{ancestor}/task").glob("*/children"):
+    for pid in children_of(ancestor):
         with contextlib.suppress(OSError):
-            for pid in map(int, task.read_text().split()):
-                if is_resource_tracker(pid):
-                    continue  # Python's own, one for all processes of a program
-                below = _descendants(pid)
-                if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":
-                    found |= {pid} | below
-                else:  # the cluster and its pool of idle workers are Ray's own; actors are ours
-                    actors = {one for one in below if _is_actor(one)}
-                    found |= actors.union(*map(_descendants, actors))
+            if is_resource_tracker(pid):
+                continue  # Python's own, one for all processes of a program
+            below = _descendants(pid)
+            if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":
+                found |= {pid} | below
+            else:  # the cluster and its pool of idle workers are Ray's own; actors are ours
+                actors = {one for one in below if _is_actor(one)}
+                found |= actors.union(*map(_descendants, actors))
     return found
 
 

@@ -42,7 +42,7 @@ def mark_of(pid: int, server: str) -> str:
 def _is_orphan(pid: int, living: Collection[int]) -> bool:
     """Return whether the child that started this program is gone; for an unmarked program, whether all children are."""
     owner = _mark_on(pid).partition("@")[0]
-    return int(owner) not in living and not _is_running(int(owner)) if owner.isdigit() else not living
+    return int(owner) not in living and state_of(int(owner)) in "ZX" if owner.isdigit() else not living
 
 
 def _mark_on(pid: int) -> str:
@@ -54,10 +54,11 @@ def _mark_on(pid: int) -> str:
     return ""
 
 
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state, as in `ps`; "X" if it is gone, or if this is not Linux."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return "X"
 
 
 def is_resource_tracker(pid: int) -> bool:

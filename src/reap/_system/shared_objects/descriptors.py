@@ -26,24 +26,6 @@ class OwnedFd:
             os.close(self.number)
 
 
-class PackingPopen:
-    """The object `multiprocessing` calls while it pickles for a process it starts: here, the message being packed."""
-
-    def __init__(self) -> None:
-        self.fds: list[OwnedFd] = []
-        self.others: set[str] | None = None  # semaphores that other processes have mapped, once that was looked up
-
-    def duplicate_for_child(self, fd: int) -> int:
-        """Duplicate a descriptor, so that the original may be closed before the child has it; return its place."""
-        self.fds.append(OwnedFd(os.dup(fd)))
-        return len(self.fds) - 1
-
-    @staticmethod
-    def DupFd(place: int) -> Descriptor:
-        """Return the object that is pickled in place of the number."""
-        return Descriptor(place)
-
-
 class Descriptor:
     """A descriptor, given by its place in the message it comes with."""
 
@@ -53,6 +35,21 @@ class Descriptor:
     def detach(self) -> int:
         """Return a descriptor of this process, for the caller to close."""
         return os.dup(here.arrived[self._place].number)
+
+
+class PackingPopen:
+    """The object `multiprocessing` calls while it pickles for a process it starts: here, the message being packed."""
+
+    DupFd = Descriptor  # pickled in place of the number
+
+    def __init__(self) -> None:
+        self.fds: list[OwnedFd] = []
+        self.others: set[str] | None = None  # semaphores that other processes have mapped, once that was looked up
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Duplicate a descriptor, so that the original may be closed before the child has it; return its place."""
+        self.fds.append(OwnedFd(os.dup(fd)))
+        return len(self.fds) - 1
 
 
 class Here(threading.local):
