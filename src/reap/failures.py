@@ -167,9 +167,9 @@ class Rebuilds:
     def __init__(self, budget: RestartBudget | RemoteRebuilds | None, env: Any, plan: Any) -> None:
         self._budget, self._env = budget, env
         self.driver: object = None  # token of the loop that moves the lanes; rebuilds under others would go unreported
-        self.why_not = None if budget is None else self._begin(env, plan)
+        self.why_not = None if budget is None else self._set_up(env, plan)
 
-    def _begin(self, env: Any, plan: Any) -> str | None:
+    def _set_up(self, env: Any, plan: Any) -> str | None:
         if plan.compact:
             return "compact_obs needs whole rows, and the step in which an env raises is no frame"
         if not plan.reset_when_done:
@@ -188,9 +188,7 @@ class Rebuilds:
 
 
 def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:
-    """Return the policy for failing workers from the options `on_failure`, `max_restarts`, `restart_window` and
-    `on_restart`.
-    """
+    """Return the policy given by the options `on_failure`, `max_restarts`, `restart_window` and `on_restart`."""
     one_of("on_failure", action, ACTIONS)
     most = whole("max_restarts", most, least=0, none=True)
     seconds("restart_window", window)

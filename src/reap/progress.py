@@ -36,7 +36,7 @@ def progress(
     if logger is not None and not callable(getattr(logger, "log", None)):
         raise WrongArgument(f"logger needs a method log(step, scalars), as those of reap.loggers, got {logger!r}")
     end = float(collector.options.total) if total is None else float(total)
-    return _batches(collector, end, display or _usual(file), logger, sys.stderr if file is None else file)
+    return _batches(collector, end, display or _default_display(file), logger, sys.stderr if file is None else file)
 
 
 def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO) -> Iterator[Any]:
@@ -53,7 +53,7 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
         for batch in collector:
             scalars = clock.numbers(collector.stats(), batch)
             frames = scalars.pop("frames")
-            show(frames, told(scalars))
+            show(frames, _summary(scalars))
             if logger is not None:
                 logger.log(frames, {f"collector/{name}": value for name, value in scalars.items()})
             yield batch
@@ -61,7 +61,7 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
                 return
 
 
-def told(scalars: dict[str, Any]) -> str:
+def _summary(scalars: dict[str, Any]) -> str:
     """Format the numbers of a collector as half a line."""
     parts = [f"{scalars['frames_per_second']:,.0f}/s"]
     if scalars["mean_return"] is not None:
@@ -100,7 +100,7 @@ def _lag(batch: Any, version: int) -> float | None:
     return None if versions is None or not versions.numel() else float(version - versions.double().mean())
 
 
-def _usual(file: Any) -> str:
+def _default_display(file: Any) -> str:
     """Return the display that suits the output: a bar where one can be drawn, else plain lines."""
     drawn = "ipykernel" in sys.modules or (
         (sys.stderr if file is None else file).isatty() and os.environ.get("TERM") != "dumb"

@@ -146,7 +146,7 @@ def weights_of_sender(scheme: Any) -> tuple[Mapping[str, Any], Mapping[int, Any]
     theirs = type(scheme).__name__
     wanted = {"_shared_transport", *(["_device_mapping_info"] if theirs == "MultiProcessWeightSyncScheme" else [])}
     by_worker = not hasattr(transport, "unique_weights") or hasattr(transport, "_params_map")
-    if not by_worker or not _names_said(type(scheme)) >= wanted:
+    if not by_worker or not _names_in_class(type(scheme)) >= wanted:
         raise UsageError(
             f"this version of TorchRL does not show the weights that {theirs}.init_on_sender was given; "
             f"leave that call out, and give them to the collector's update_policy_weights_"
@@ -176,28 +176,28 @@ MOVES_OF_PARALLEL = (
 
 def is_known_parallel(kind: type) -> bool:
     """Return whether the code of TorchRL's ParallelEnv mentions every attribute that is read or replaced below."""
-    return _names_said(kind).issuperset(PARALLEL)
+    return _names_in_class(kind).issuperset(PARALLEL)
 
 
-def _names_said(kind: type) -> set[str]:
+def _names_in_class(kind: type) -> set[str]:
     """Return the names and strings in the code of a TorchRL class: attributes that are not among them do not exist."""
     said: set[str] = set()
     for cls in kind.__mro__:
         for value in vars(cls).values() if cls.__module__.startswith("torchrl.") else ():
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if callable(function):
-                said.update(_said_in(getattr(inspect.unwrap(function), "__code__", None)))
+                said.update(_names_in_code(getattr(inspect.unwrap(function), "__code__", None)))
     return said
 
 
-def _said_in(code: types.CodeType | None) -> Iterator[str]:
+def _names_in_code(code: types.CodeType | None) -> Iterator[str]:
     if code is not None:
         yield from code.co_names
         for constant in code.co_consts:
             if isinstance(constant, str):
                 yield constant
             elif isinstance(constant, types.CodeType):
-                yield from _said_in(constant)
+                yield from _names_in_code(constant)
 
 
 def owns_workers(env: Any) -> bool:

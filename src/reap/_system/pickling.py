@@ -90,13 +90,13 @@ def _pickled(thing: Any, what: str, popen: PackingPopen | None, given: Mapping[s
             try:
                 return bytes(cloudpickle.dumps(thing))
             except Exception as cause:
-                found = refusal({what: thing} if given is None else given, _why_not)
+                found = refusal({what: thing} if given is None else given, _pickling_error)
                 raise UsageError(found or f"{what} cannot be sent to another process: {cause}") from cause
     finally:
         context.set_spawning_popen(before)
 
 
-def _why_not(thing: Any) -> Exception | None:
+def _pickling_error(thing: Any) -> Exception | None:
     """Return the reason why something cannot be pickled; None if it can."""
     try:
         cloudpickle.dumps(thing)
@@ -111,7 +111,7 @@ def shared_in(thing: Any) -> dict[int, Any]:
     A deep copy of a connection would hold the same descriptor number, and close it.
     """
     found: dict[int, Any] = {}
-    kinds = _table().keys()
+    kinds = _reducer_table().keys()
 
     class Finder(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, one: Any) -> str | None:
@@ -130,8 +130,8 @@ def shared_in(thing: Any) -> dict[int, Any]:
 # ---- reducers, while something is packed ---------------------------------------------------------------------------
 
 _SPAWNED_MAIN = "__mp_main__"  # elsewhere this is another name of `__main__`
-_entered: dict[type, Callable[[Any], Any]] = {}
-_by_value: ModuleType | None = None  # the main script, while it is registered
+_registered: dict[type, Callable[[Any], Any]] = {}
+_registered_script: ModuleType | None = None  # the main script, while it is registered
 _users = 0
 _lock = threading.Lock()
 
@@ -139,17 +139,17 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def _reducers(popen: PackingPopen | None) -> Iterator[None]:
     """Within the block and in this thread, reduce what holds descriptors for `popen`, or refuse it if that is None."""
-    global _users, _by_value
+    global _users, _registered_script
     with _lock:
         _users += 1
         script = sys.modules.get(_SPAWNED_MAIN)
         known = cloudpickle.list_registry_pickle_by_value()
         if script is not None and script.__name__ == _SPAWNED_MAIN and _SPAWNED_MAIN not in known:
             cloudpickle.register_pickle_by_value(script)
-            _by_value = script
-        for kind, reducer in _table().items():
+            _registered_script = script
+        for kind, reducer in _reducer_table().items():
             if kind not in copyreg.dispatch_table:
-                copyreg.dispatch_table[kind] = _entered[kind] = _guarded(reducer)
+                copyreg.dispatch_table[kind] = _registered[kind] = _guarded(reducer)
         _copies_text[io.TextIOWrapper] = _refuse_text
         cloudpickle.Pickler.reducer_override = _refuse_numbers
     before = here.popen, here.refusing
@@ -161,17 +161,17 @@ def _reducers(popen: PackingPopen | None) -> Iterator[None]:
         with _lock:
             _users -= 1
             if not _users:
-                for kind in _entered:
+                for kind in _registered:
                     copyreg.dispatch_table.pop(kind, None)
-                _entered.clear()
+                _registered.clear()
                 _copies_text[io.TextIOWrapper] = _copy_text
                 cloudpickle.Pickler.reducer_override = _override
-                if _by_value is not None:
-                    cloudpickle.unregister_pickle_by_value(_by_value)
-                    _by_value = None
+                if _registered_script is not None:
+                    cloudpickle.unregister_pickle_by_value(_registered_script)
+                    _registered_script = None
 
 
-def _table() -> dict[type, Callable[[Any], Any]]:
+def _reducer_table() -> dict[type, Callable[[Any], Any]]:
     """Return the reducer of each type: ours, and those registered with `multiprocessing` (ctypes in shared memory)."""
     registered = cast(dict[type, Any], reduction.ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
     found = {

@@ -39,7 +39,7 @@ from typing import Literal
 from reap._system.fork_server.child import NOT_UNPACKED
 from reap._system.fork_server.client import ForkServer, common_fork_server, why_not_started
 from reap._system.fork_server.orphans import end_programs_of
-from reap._system.fork_server.server import WORD
+from reap._system.fork_server.server import STATUS
 from reap._system.forks import guard
 from reap._system.messages import MessageSocket
 from reap._system.pickling import Packed
@@ -47,7 +47,7 @@ from reap._system.process_state import state_for_child
 from reap._system.remote_errors import RemoteTraceback
 from reap._system.shared_objects.descriptors import OwnedFd, send_fds
 from reap._system.silence import silent_error
-from reap._system.stacks import STACK_FILE, ask_process, processes_below, told_after
+from reap._system.stacks import STACK_FILE, polled_text, process_stacks, processes_below
 from reap._system.temporary import anonymous_file
 from reap.errors import UsageError, WorkerDied, WorkerSilent
 
@@ -88,13 +88,13 @@ class Child:
         self.name = name
         self.exitcode: int | None = None
         self._pid: int | None = None
-        self._refused: int | None = None  # the errno, if it could not be forked
-        self._orphaned = False  # whether it was killed together with its server
+        self._fork_errno: int | None = None  # the errno, if it could not be forked
+        self._died_with_server = False  # whether it was killed together with its server
         self.silent = False  # whether it was found silent: `end` gives it less time
-        self._word_lock = threading.RLock()  # two threads may ask at once; a finalizer may ask again in one of them
+        self._status_lock = threading.RLock()  # two threads may ask at once; a finalizer may ask again in one of them
         self._in_fork = False  # whether this object is a copy in a fork
         guard(self)
-        self._own: ForkServer | None = None
+        self._own_server: ForkServer | None = None
         with contextlib.ExitStack() as undo:
             try:
                 self._start(start, fds, target.fds, undo)
@@ -122,9 +122,9 @@ class Child:
                 self._stack = anonymous_file(STACK_FILE)
                 undo.callback(os.close, self._stack)
                 if start == "spawn":
-                    self._own = ForkServer(())
-                    undo.callback(self._own.close)
-                server = self._own or common_fork_server()
+                    self._own_server = ForkServer(())
+                    undo.callback(self._own_server.close)
+                server = self._own_server or common_fork_server()
                 self._server = server.name
                 # the server may have just been killed: then `tell` closes without a pid, and the child counts as gone
                 with contextlib.suppress(ConnectionError):
@@ -137,9 +137,9 @@ class Child:
     @property
     def pid(self) -> int:
         """The pid, 0 if it never ran; waits until the server has forked it."""
-        with self._word_lock:
+        with self._status_lock:
             if self._pid is None:
-                self._hear_pid()
+                self._read_pid()
             return self._pid or 0
 
     @property
@@ -147,31 +147,31 @@ class Child:
         """The pid as errors show it after a name; empty if the child never ran."""
         return f" (pid {self.pid})" if self.pid else ""
 
-    def _hear_pid(self) -> None:
-        word = self._word() or 0
-        self._pid, self._refused = max(word, 0), -word if word < 0 else None
+    def _read_pid(self) -> None:
+        word = self._read_status() or 0
+        self._pid, self._fork_errno = max(word, 0), -word if word < 0 else None
 
-    def _word(self) -> int | None:
-        data = os.read(self.sentinel, WORD.size)
-        return None if len(data) < WORD.size else int(WORD.unpack(data)[0])
+    def _read_status(self) -> int | None:
+        data = os.read(self.sentinel, STATUS.size)
+        return None if len(data) < STATUS.size else int(STATUS.unpack(data)[0])
 
     def gone(self, timeout: float = 0.0) -> bool:
         """Return whether it has ended, waiting up to `timeout` seconds for that; in a fork every child is gone."""
         if self._in_fork:
             return True
-        with self._word_lock:
+        with self._status_lock:
             if self.sentinel < 0 or self.exitcode is not None:
                 return True
             if self._pid is None:
                 if not wait([self.sentinel], timeout):
                     return False
-                self._hear_pid()
+                self._read_pid()
             if not wait([self.sentinel], timeout):
                 return False
-            code = self._word()
+            code = self._read_status()
             self.exitcode = -signal.SIGKILL if code is None else code
             if code is None and self._pid:  # the server is gone, and the kernel has killed the child with it
-                self._orphaned = True
+                self._died_with_server = True
                 end_programs_of(self._pid, self._server)
             return True
 
@@ -180,11 +180,11 @@ class Child:
         code = self.exitcode
         if code is None:
             return "is still running"
-        if self._refused is not None:
-            return why_not_started(self._refused)
+        if self._fork_errno is not None:
+            return why_not_started(self._fork_errno)
         if not self._pid:
             return "could not be started: the fork server has ended"
-        if self._orphaned:
+        if self._died_with_server:
             return "was killed by SIGKILL, as the fork server was (out of memory, or killed by somebody)"
         if code >= 0:
             text = self.stack()
@@ -214,12 +214,12 @@ class Child:
         """Return the stack of every thread of the child; empty if it does not even react to signals."""
         told = os.fstat(self._stack).st_size  # skip stacks written before
         self.signal(signal.SIGUSR1)
-        return told_after(lambda: self.stack(told).encode(), patience)
+        return polled_text(lambda: self.stack(told).encode(), patience)
 
     def ask_stacks(self) -> dict[str, str]:
         """Return the stacks of the processes it has started for its lanes, by name."""
         below = processes_below(self.pid) if self.pid else {}
-        return {f"{name} (pid {pid})": ask_process(pid) for pid, name in below.items()}
+        return {f"{name} (pid {pid})": process_stacks(pid) for pid, name in below.items()}
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it has not ended."""
@@ -230,13 +230,13 @@ class Child:
     def release(self) -> None:
         """Close the descriptors; the child must be gone."""
         self.line.close()
-        with self._word_lock:  # another thread may be calling `gone`
+        with self._status_lock:  # another thread may be calling `gone`
             fds, self.sentinel, self._stack = (self.sentinel, self._stack), -1, -1
             for fd in fds:
                 if fd >= 0:
                     os.close(fd)
-        if self._own is not None:
-            self._own.close()
+        if self._own_server is not None:
+            self._own_server.close()
 
 
 def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:

@@ -40,7 +40,7 @@ def processes_below(pid: int) -> dict[int, str]:
     return found
 
 
-def ask_process(pid: int) -> str:
+def process_stacks(pid: int) -> str:
     """Return the stacks of all threads of a reap process, whichever process started it; empty if it gives none."""
     with contextlib.suppress(OSError):
         files = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if STACK_FILE in os.readlink(fd)]
@@ -49,11 +49,11 @@ def ask_process(pid: int) -> str:
         with open(files[0], "rb") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, signal.SIGUSR1)
-            return told_after(lambda: os.pread(file.fileno(), 1 << 20, before), _PATIENCE)
+            return polled_text(lambda: os.pread(file.fileno(), 1 << 20, before), _PATIENCE)
     return ""
 
 
-def told_after(read: Callable[[], bytes], patience: float) -> str:
+def polled_text(read: Callable[[], bytes], patience: float) -> str:
     """Return what another process's signal handler writes: poll until there is text that has stopped growing."""
     until, text = time.monotonic() + patience, b""
     while time.monotonic() < until:  # the writer is a signal handler in another process: there is nothing to wait on

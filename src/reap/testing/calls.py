@@ -66,7 +66,7 @@ class CallWatch:
             if resets and isinstance(result, (tuple, list)) and len(result) == 4:
                 done = (result[2].bool() | result[3].bool()).reshape(-1)
                 for leaf in _leaves(result[0]):
-                    self._resets_inside |= any(_begun(leaf, done & mask, first) for mask, first in resets)
+                    self._resets_inside |= any(_holds_reset(leaf, done & mask, first) for mask, first in resets)
             return result
 
         env.reset, env.step = reset, step
@@ -90,6 +90,6 @@ def _leaves(observation: Any) -> list[Tensor]:
     return [observation] if isinstance(observation, Tensor) else []
 
 
-def _begun(leaf: Tensor, where: Tensor, first: Tensor) -> bool:
+def _holds_reset(leaf: Tensor, where: Tensor, first: Tensor) -> bool:
     """Return whether the lanes that ended and were reset hold what the reset returned."""
     return leaf.shape == first.shape and bool(where.any()) and torch.equal(leaf[where], first[where])

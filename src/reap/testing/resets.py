@@ -13,7 +13,7 @@ import gymnasium as gym
 
 from reap.testing.values import copied, equal
 
-_FINALS = ("final_observation", "final_obs", "terminal_observation")
+_FINAL_KEYS = ("final_observation", "final_obs", "terminal_observation")
 
 
 class ResetWatch:
@@ -62,4 +62,4 @@ def layers(env: gym.Env[Any, Any]) -> list[gym.Env[Any, Any]]:
 
 def kept_final(observation: Any, info: Any) -> str | None:
     """Return the info entry that holds the true last observation, where `step` returned another one."""
-    return next((key for key in _FINALS if info.get(key) is not None and not equal(info[key], observation)), None)
+    return next((key for key in _FINAL_KEYS if info.get(key) is not None and not equal(info[key], observation)), None)

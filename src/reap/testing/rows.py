@@ -42,25 +42,25 @@ def check_rows(
     one = _Stream.of(lambda: env, steps, wrong, remarks)
     if one is None:
         return
-    first = one.all(wrong)
+    first = one.collect_rest(wrong)
     one.watch.tell(wrong, remarks)
     if first is None:
         return
-    _chain(first, wrong)
-    _flags(first, wrong)
-    _numbers(first, wrong)
-    _finals(first, remarks)
-    if _IDS in first and not _over(first).any():
+    _check_successors(first, wrong)
+    _check_flags(first, wrong)
+    _check_nan(first, wrong)
+    _check_finals(first, remarks)
+    if _IDS in first and not _episode_ends(first).any():
         remarks.append(f"No episode ended in {steps} steps; if that is meant, consider max_frames_per_traj.")
     two = _Stream.of(lambda: other, steps, wrong, [])
-    again = None if two is None else two.all(wrong)
+    again = None if two is None else two.collect_rest(wrong)
     if again is None or two is None:
         return
     if not _same(first, again):
         if two.seeded:
             wrong.append(f"Two copies with the same seed ({_SEED}) and actions differ: seed every random draw.")
         return
-    _beside(make_env, first, steps, wrong)
+    _check_independence(make_env, first, steps, wrong)
 
 
 class _Stream:
@@ -97,7 +97,7 @@ class _Stream:
             remarks.append(f"It takes no seed: {stream.refused}.")
         return stream
 
-    def more(self) -> bool:
+    def collect_one(self) -> bool:
         """Collect one batch; return False if there was none left to collect."""
         if not self._left:
             return False
@@ -110,10 +110,10 @@ class _Stream:
         self._batches.append(_columns(batch))
         return True
 
-    def all(self, wrong: list[str]) -> Columns | None:
+    def collect_rest(self, wrong: list[str]) -> Columns | None:
         """Collect the rest; return all batches joined as columns `[lanes, time, …]`, or None if that fails."""
         try:
-            while self.more():
+            while self.collect_one():
                 pass
         except ReapError as cause:
             wrong.append(f"Collecting from it failed: {cause}.")
@@ -179,27 +179,27 @@ def _columns(batch: TensorDictBase) -> Columns:
     return found
 
 
-def _beside(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list[str]) -> None:
+def _check_independence(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list[str]) -> None:
     """Collect from two more copies in turns, with different seeds: the first must not be affected."""
     one, two = (_Stream.of(make_env, steps, wrong, [], seed) for seed in (_SEED, _SEED + 1))
     if one is None or two is None:
         return
     try:
-        while one.more() and two.more():
+        while one.collect_one() and two.collect_one():
             pass
     except ReapError as cause:
         wrong.append(f"Two copies in turns do not work where one does: {cause}.")
-    beside = one.all(wrong)
+    beside = one.collect_rest(wrong)
     two.close(wrong)
     if beside is not None and not _same(alone, beside):
         wrong.append(SHARED_STATE)
 
 
-def _chain(columns: Columns, wrong: list[str]) -> None:
+def _check_successors(columns: Columns, wrong: list[str]) -> None:
     """Check within episodes that each row's successor is where the next row begins."""
     if _IDS not in columns:
         return
-    over = _over(columns)
+    over = _episode_ends(columns)
     for lane, ids in enumerate(columns[_IDS]):
         rows = torch.arange(len(ids))
         if _MASK in columns:
@@ -221,12 +221,12 @@ def _chain(columns: Columns, wrong: list[str]) -> None:
                     return
 
 
-def _finals(columns: Columns, remarks: list[str]) -> None:
+def _check_finals(columns: Columns, remarks: list[str]) -> None:
     """Remark on last observations that all equal the first ones of the episodes that follow."""
     if _IDS not in columns or _MASK in columns:
         return
     seen = [key for key in columns if ("next", *key) in columns and columns[key].is_floating_point()]
-    over = _over(columns)[:, :-1]
+    over = _episode_ends(columns)[:, :-1]
     if over.sum() < 2 or not seen or over.all():
         return
     for key in seen:
@@ -240,7 +240,7 @@ def _finals(columns: Columns, remarks: list[str]) -> None:
     )
 
 
-def _over(columns: Columns) -> Tensor:
+def _episode_ends(columns: Columns) -> Tensor:
     """Return where an episode, or an agent's part of one, ended: `[lanes, time]`."""
     ends = torch.zeros_like(columns[_IDS], dtype=torch.bool)
     for key, done in columns.items():
@@ -256,7 +256,7 @@ def _ended(columns: Columns, done: tuple[str, ...]) -> Tensor:
     return parts[0] | parts[-1] if parts else columns[done]
 
 
-def _flags(columns: Columns, wrong: list[str]) -> None:
+def _check_flags(columns: Columns, wrong: list[str]) -> None:
     for key, done in columns.items():
         if key[0] == "next" and key[-1] == "done":
             ended = _ended(columns, key)
@@ -264,7 +264,7 @@ def _flags(columns: Columns, wrong: list[str]) -> None:
                 wrong.append(f"{show(key)} is not what terminated and truncated say together.")
 
 
-def _numbers(columns: Columns, wrong: list[str]) -> None:
+def _check_nan(columns: Columns, wrong: list[str]) -> None:
     mask = columns.get(_MASK)
     for key, value in columns.items():
         if value.is_floating_point() and (value if mask is None else value[mask]).isnan().any():

@@ -40,7 +40,7 @@ from reap._system.fork_server.child import (
 )
 from reap._system.fork_server.orphans import SERVER_NAME, children_of, end_orphans
 
-WORD = struct.Struct("q")  # through a status pipe: a pid, or minus the errno of a failed fork; then an exit code
+STATUS = struct.Struct("q")  # through a status pipe: a pid, or minus the errno of a failed fork; then an exit code
 REQUEST = struct.Struct("ii")  # how many descriptors come with a request, and whether the last is a resource tracker's
 OWN_FDS = 3  # the descriptors every child gets: status pipe, connection, file for stacks
 MOST_FDS = 200  # descriptors a child may get beside those
@@ -112,7 +112,7 @@ def _fork(data: bytes, fds: Sequence[int], status: dict[int, int], name: str, in
     told = False
     if fds:
         with contextlib.suppress(OSError):  # the parent may have ended meanwhile
-            os.write(fds[0], WORD.pack(pid))
+            os.write(fds[0], STATUS.pack(pid))
         told = pid > 0
         if told:
             status[pid] = fds[0]
@@ -133,7 +133,7 @@ def _reap(status: dict[int, int]) -> None:
             end_orphans(status)
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             with contextlib.suppress(OSError):  # before it is reaped, too: a process that sees it gone finds its code
-                os.write(fd, WORD.pack(code))
+                os.write(fd, STATUS.pack(code))
             os.close(fd)
         os.waitpid(pid, 0)
     if strangers:  # one of those may have been a child of another server, with programs of its own
