@@ -4,7 +4,7 @@
 >>> for batch in reap.Collector("CartPole-v1", frames_per_batch=100, total_frames=1000):
 ...     ...
 
-The names that most scripts need are here, imported when they are asked for; everything else is in `reap.collectors`,
+The names that most scripts need are here, imported on first access; everything else is in `reap.collectors`,
 `reap.envs`, `reap.data`, `reap.modules`, `reap.loggers`, `reap.weight_update`, `reap.checkpoint` and `reap.testing`.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # what editors and type checkers see
+if TYPE_CHECKING:  # for editors and type checkers
     from reap.collectors import AsyncBatchedCollector as AsyncBatchedCollector
     from reap.collectors import AsyncCollector as AsyncCollector
     from reap.collectors import Collector as Collector
@@ -51,7 +51,7 @@ __all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: `reap.Collector`, and modules such as `reap.data`."""
+    """Import a name on first access: `reap.Collector`, and modules such as `reap.data`."""
     import importlib
 
     if name in _PLACES:

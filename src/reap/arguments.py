@@ -1,4 +1,4 @@
-"""Arguments: what most of them must be. A refusal names the argument, what was given and what is expected."""
+"""Checks of arguments. An error names the argument, what was given and what is expected."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from reap.errors import UsageError, WrongArgument, nearest
 
-LONGEST = 1e6  # seconds: eleven days; the system's own clocks end soon after
-MOST = 2**40  # of anything that is counted in memory
-MOST_LANES = 2**16  # or workers
+LONGEST = 1e6  # seconds: eleven days; the system's own timers reach little further
+MOST = 2**40  # the largest count of anything held in memory
+MOST_LANES = 2**16  # and of workers
 
 
 def whole(name: str, value: Any, *, least: int | None = 1, most: int | None = MOST, none: bool = False) -> int | None:
-    """Return a whole number as an int, also one that came as 1e6 or out of NumPy."""
+    """Return a whole number as an int; also accepts floats such as 1e6, and NumPy's numbers."""
     if value is None and none:
         return None
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
@@ -31,13 +31,13 @@ def whole(name: str, value: Any, *, least: int | None = 1, most: int | None = MO
 
 
 def count(name: str, value: Any, *, least: int = 1) -> None:
-    """Refuse what is no int of at least this much."""
+    """Refuse anything but an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name} must be a whole number ≥ {least}, got {value!r}")
 
 
 def seconds(name: str, value: Any, *, none: bool = True, zero: bool = False, most: float = LONGEST) -> float | None:
-    """Return a time to wait as a float; None: without a limit."""
+    """Return a timeout in seconds as a float; None means no limit."""
     if value is None and none:
         return None
     expected = f"a number of seconds {'≥' if zero else '>'} 0"
@@ -52,14 +52,14 @@ def seconds(name: str, value: Any, *, none: bool = True, zero: bool = False, mos
 
 
 def flag(name: str, value: Any, *, none: bool = False) -> None:
-    """Refuse what is neither True nor False; scripts also write 1 and 0."""
+    """Refuse anything but True and False, or 1 and 0, which scripts also write."""
     if (value is None and none) or (isinstance(value, (bool, int, np.bool_)) and value in (0, 1)):
         return
     raise WrongArgument(f"{name} must be True or False{' or None' if none else ''}, got {value!r}")
 
 
 def one_of(name: str, value: Any, choices: Iterable[str], *, none: bool = False) -> None:
-    """Refuse what is none of these words."""
+    """Refuse anything but one of these words."""
     known = list(choices)
     if (value is None and none) or (isinstance(value, str) and value in known):
         return
@@ -68,13 +68,13 @@ def one_of(name: str, value: Any, choices: Iterable[str], *, none: bool = False)
 
 
 def function(name: str, value: Any, *, none: bool = True) -> None:
-    """Refuse what cannot be called."""
+    """Refuse what is not callable."""
     if not callable(value) and not (value is None and none):
         raise WrongArgument(f"{name} must be callable, got {type(value).__name__}")
 
 
 def mapping(name: str, value: Any, *, none: bool = True) -> None:
-    """Refuse what is no mapping from texts."""
+    """Refuse anything but a mapping with string keys."""
     if value is None and none:
         return
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

@@ -1,15 +1,15 @@
-"""Checkpoints: everything a training run needs to go on, saved together and loaded together.
+"""Checkpoints: everything a training run needs to continue, saved together and loaded together.
 
     path/
-        checkpoint-00000011/     an older one, whole
+        checkpoint-00000011/     an older one, complete
         checkpoint-00000012/     collector.pt  policy.pt  optimizer.pt  …  and last of all checkpoint.json
 
-A checkpoint is what its `checkpoint.json` says, and that is written when all it names is on the disk: killed at any
-moment, or with a full disk, the one before is whole, and it is the one that is loaded. Everything is read and checked
-to the last byte before anything is loaded; if a part does not take its state, all are as they were before.
+A checkpoint consists of the files its `checkpoint.json` names, which is written once those are on disk. So if a run is
+killed at any moment, or the disk is full, the previous checkpoint is complete, and that one is loaded. Everything is
+read and checked to the last byte before anything is loaded; if a part rejects its state, all are put back as before.
 
-Nothing that is read is executed. The one thing that must be is an env in the middle of its episode, which is kept as a
-pickle: say `trusted=True` of files that are your own, and its episodes go on; without, they begin anew.
+Reading executes nothing, with one exception: an env in the middle of its episode is kept as a pickle. Give
+`trusted=True` for files that are your own, and such episodes continue; without it, new ones begin.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAME = re.compile(r"checkpoint-(\d{8,})")
 
 
 class Loaded(NamedTuple):
-    """What was loaded: which checkpoint, the values saved beside the objects, and the objects that were not given."""
+    """What `load` returns: which checkpoint, the values saved beside the objects, and the objects not given."""
 
     path: Path
     number: int
@@ -48,13 +48,13 @@ class Loaded(NamedTuple):
 
 
 def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
-    """Write a new checkpoint of these parts below `path`, and remove all but the `keep` newest of those before it.
+    """Write a new checkpoint of these parts below `path`, and remove all but the `keep` newest earlier ones.
 
     >>> save("run", collector=collector, policy=policy, optimizer=optimizer, step=step)
 
-    A part is whatever has a `state_dict`, or a value made of numbers, texts and tensors. All are of one moment: a
-    collector that runs in the background rests while the states are taken, and goes on before they are written.
-    Returns its directory.
+    A part is any object with a `state_dict`, or a value made of numbers, texts and tensors. All are of one moment: a
+    collector that runs in the background pauses while the states are taken, and resumes before they are written.
+    Returns the checkpoint's directory.
     """
     root = _directory(path)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
@@ -91,13 +91,13 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
 
 
 def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
-    """Load the newest whole checkpoint below `path`, or the one that `path` is, into these parts.
+    """Load the newest complete checkpoint below `path`, or the checkpoint at `path` itself, into these parts.
 
     >>> done = load("run", collector=collector, policy=policy, optimizer=optimizer, trusted=True)
     >>> step = done.values["step"]
 
-    Objects that were saved and are not given are named in `left_out` of what is returned. An error names what is wrong,
-    and nothing is loaded then.
+    Objects that were saved and are not given are named in `left_out` of the result. An error says what is wrong, and
+    nothing is loaded then.
     """
     place, about, states = _newest(_directory(path))
     objects = about["objects"]
@@ -108,7 +108,7 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
             raise UsageError(f"{name!r} was saved as a value: it is in what load() returns; nothing was loaded")
         if not callable(getattr(part, "load_state_dict", None)):
             raise WrongArgument(f"{name} has no load_state_dict: {type(part).__name__}; nothing was loaded")
-    # Buffers last: theirs is the one state too large to be copied, and a load of theirs that fails changes nothing.
+    # Buffers last: their state alone is too large to be copied, and loading one fails without changing anything.
     order = sorted(parts, key=lambda name: hasattr(parts[name], "sample"))
     before: dict[str, Any] = {}
     done: list[str] = []
@@ -129,7 +129,7 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
 
 
 def _put_back(part: Any, state: Any) -> bool:
-    """Put a part back into the state that it had before; returns whether it took it."""
+    """Restore the state a part had before; return whether it accepted it."""
     try:
         part.load_state_dict(state)
     except Exception:
@@ -139,7 +139,7 @@ def _put_back(part: Any, state: Any) -> bool:
 
 
 def newest(path: Any) -> Path | None:
-    """The checkpoint that `load` would take; None if there is none."""
+    """Return the checkpoint that `load` would take; None if there is none."""
     root = _directory(path)
     if not root.is_dir():
         return None
@@ -156,7 +156,7 @@ def _directory(path: Any) -> Path:
 
 
 def _states(objects: Mapping[str, Any], running: Sequence[BaseCollector]) -> dict[str, Any]:
-    """Return the state of each, while these collectors rest: no row is written between the first and the last."""
+    """Return the state of each object while these collectors are paused, so that no row is written in between."""
     if running:
         with running[0].pause():
             return _states(objects, running[1:])
@@ -173,7 +173,7 @@ def _value(name: str, part: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as one that is read without executing anything: NumPy's scalars, which are not, as Python's."""
+    """Return the value in a form that loads without executing anything: NumPy scalars become Python numbers."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):
@@ -194,7 +194,7 @@ def _write(place: Path, number: int, states: Mapping[str, Any], objects: Sequenc
     try:
         write_manifest(place / f"{_MARKER}.new", {**about, "objects": objects, "files": files})
         os.replace(place / f"{_MARKER}.new", place / _MARKER)
-        # Names of files too, before anything older is removed: a marker without its files is no checkpoint.
+        # The files' names too, before anything older is removed: a marker without its files is no checkpoint.
         sync(handle)
     finally:
         os.close(handle)
@@ -206,14 +206,14 @@ def _numbers(root: Path) -> list[int]:
 
 
 def _remove(root: Path, newest: int, keep: int) -> None:
-    """Whatever is older than the `keep` newest before this one; and what was never finished."""
+    """Remove unfinished checkpoints, and complete ones beyond the `keep` newest before this one."""
     older = [number for number in _numbers(root) if number < newest]
     whole = [number for number in older if (root / f"checkpoint-{number:08}" / _MARKER).exists()]
     wanted = {*whole[len(whole) - keep :]} if keep else set()
     for number in older:
         if number not in wanted:
             place = root / f"checkpoint-{number:08}"
-            with contextlib.suppress(OSError):  # first the marker: half a checkpoint must not look like one
+            with contextlib.suppress(OSError):  # the marker first: half a checkpoint must not look complete
                 (place / _MARKER).unlink(missing_ok=True)
             shutil.rmtree(place, ignore_errors=True)
 
@@ -227,7 +227,7 @@ def _newest(root: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     for number in reversed(_numbers(root)):
         place = root / f"checkpoint-{number:08}"
         if not (place / _MARKER).exists():
-            continue  # whoever wrote it was killed before it was whole
+            continue  # its process was killed before it was complete
         try:
             return place, *_read(place)
         except CorruptState as reason:
@@ -253,6 +253,6 @@ def _read(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise CorruptState(f"{place / _MARKER} does not fit its files")
     except CorruptState:
         raise
-    except Exception as error:  # the many ways in which JSON, zip files, tensors and disks say that they are broken
+    except Exception as error:  # the many errors for broken JSON, zip files, tensors and disks
         raise CorruptState(f"{place} is damaged: {error!r:.300}") from error
     return about, states

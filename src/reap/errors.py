@@ -6,19 +6,19 @@
     │   ├── CorruptState                     a dump or a state that is damaged; nothing of it was loaded
     │   ├── WrongIndex (IndexError)          rows that a buffer does not have
     │   ├── WrongState (RuntimeError)        a right call at the wrong time (a closed collector, no policy to update)
-    │   │   └── Starved                          a sample needs rows that are not there, and nobody brings them
+    │   │   └── Starved                          a sample needs rows that are missing, and nothing will bring them
     │   └── SpecMismatch (RuntimeError)      two sides disagree on a shape or dtype; both are printed
     ├── WorkerError (RuntimeError)       collecting failed
     │   ├── WorkerRaised                     env or policy raised; the original exception is the cause
     │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
-    │   ├── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
-    │   └── ServerGone                       the inference server a client asks is shut down, or its process has ended
+    │   ├── WorkerSilent                     it sent nothing for longer than `timeout`; with its stack
+    │   └── ServerGone                       the client's inference server is shut down, or its process has ended
     ├── RecordingFailed (RuntimeError)   a recording could not be written to its file; the cause says why
-    ├── NoSpace (OSError)                a disk, or the memory, does not hold what is asked for; nothing was lost
-    ├── NotReady (TimeoutError)          answers did not come in the time they were given; ask again
+    ├── NoSpace (OSError)                a disk or the memory is too small for what was requested; nothing was lost
+    ├── NotReady (TimeoutError)          answers did not arrive in time; wait for them again
     └── MissingDependency (ImportError)  an optional library is not installed
 
-Messages say who, what, where, what next.
+Messages say who, what, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ReapError(Exception):
     worker: str | None = None
     lane: int | None = None
     step: int | None = None
-    failure_file: str | None = None  # what `reap.testing.replay_failure` takes, where `failure_dir` is given
+    failure_file: str | None = None  # to pass to `reap.testing.replay_failure`; set where `failure_dir` is given
 
     def at(self, *, lane: int | None = None, step: int | None = None, worker: str | None = None) -> Self:
-        """Remember where it happened; what is known already is kept."""
+        """Add where it happened, unless that is known already; return the error."""
         self.worker = worker if self.worker is None else self.worker
         self.lane = lane if self.lane is None else self.lane
         self.step = step if self.step is None else self.step
@@ -67,11 +67,11 @@ class WrongArgument(UsageError, TypeError):
 
 
 class WrongIndex(UsageError, IndexError):
-    """Numbers of rows that are not there, or what is no number of rows at all."""
+    """Row numbers that are out of range, or an index that is not row numbers at all."""
 
 
 class CorruptState(UsageError):
-    """A dumped buffer, or a `state_dict`, that is not as it was written. Nothing of it was loaded."""
+    """A dumped buffer, or a `state_dict`, that differs from what was written. Nothing of it was loaded."""
 
 
 class WrongState(UsageError, RuntimeError):
@@ -79,7 +79,7 @@ class WrongState(UsageError, RuntimeError):
 
 
 class Starved(WrongState):
-    """A sample needs rows that are not there, and nobody is about to bring them."""
+    """A sample needs rows that are not there, and nothing is about to bring them."""
 
 
 class SpecMismatch(UsageError, RuntimeError):
@@ -103,7 +103,7 @@ class WorkerSilent(WorkerError):
 
 
 class ServerGone(WorkerError):
-    """The inference server is shut down, or its process has ended: nobody will answer."""
+    """The inference server is shut down, or its process has ended: no answer will come."""
 
 
 class RecordingFailed(ReapError, RuntimeError):
@@ -111,11 +111,11 @@ class RecordingFailed(ReapError, RuntimeError):
 
 
 class NoSpace(ReapError, OSError):
-    """A disk or the memory does not hold what is asked for. What was there before is whole."""
+    """A disk or the memory is too small for what was requested. What was there before is intact."""
 
 
 class NotReady(ReapError, TimeoutError):
-    """Answers did not come in the time they were given. Nothing is lost: they may be waited for again."""
+    """Answers did not arrive in time. Nothing is lost: they can be waited for again."""
 
 
 class MissingDependency(ReapError, ImportError):
@@ -134,30 +134,26 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 def reraise(what: str, cause: Exception) -> NoReturn:
-    """Raise what a user's code has raised as `WorkerRaised`; an error of ours stays as it is."""
-    if isinstance(cause, ReapError):
-        raise cause
-    raise raised_by(f"{what} raised", cause)
+    """Raise a `WorkerRaised` caused by what the user's code raised; an error of reap's is raised unchanged."""
+    raise as_raised(f"{what} raised", cause)
 
 
 def as_raised(what: str, cause: BaseException) -> ReapError:
-    """Return what a user's code has raised as the cause of a `WorkerRaised`, which begins with `what`; an error of ours
-    stays as it is.
-    """
+    """Return `cause` if it is an error of reap's, else a `WorkerRaised` that begins with `what` and is caused by it."""
     return cause if isinstance(cause, ReapError) else raised_by(what, cause)
 
 
 def raised_by(what: str, cause: BaseException) -> WorkerRaised:
-    """Return the error that tells of a user's, with the frames of that one: `pdb.pm()` stops where it was raised."""
+    """Return the error that reports a user's, with that one's traceback: `pdb.pm()` stops where it was raised."""
     error = WorkerRaised(f"{what} {cause!r}").with_traceback(cause.__traceback__)
     error.__cause__ = cause
     return error
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the user's own line: the nearest on the stack that is not reap's."""
-    frame, depth = sys._getframe(1), 2  # a level of 1 would be the line below
-    # By the module: what a dataclass has made of its fields has no file.
+    """Warn with the user's own line: the nearest one on the stack outside reap."""
+    frame, depth = sys._getframe(1), 2  # a stacklevel of 1 would be the line below
+    # Judged by module, not file: methods that a dataclass generates have no file.
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "reap":
         frame, depth = frame.f_back, depth + 1
     warnings.warn(text, category, stacklevel=depth)

@@ -1,7 +1,7 @@
 """Failures: what is done about a worker that died, raised or fell silent, and how often.
 
-raise     everything is closed, and whoever waits is told
-restart   another takes its place, unless `max_restarts` have done so within `window` seconds
+raise     everything is closed, and the waiting consumer gets the error
+restart   a new worker takes its place, unless there were `max_restarts` within `window` seconds
 drop      the others go on without it, until none is left
 """
 
@@ -24,14 +24,14 @@ ACTIONS: tuple[FailureAction, ...] = ("raise", "restart", "drop")
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker that failed, and what was done about it: what `on_restart` is called with.
+    """A worker that failed, and what was done about it: the argument of `on_restart`.
 
     Args:
         worker: its number.
-        cause: the error that is raised where `on_failure="raise"`.
+        cause: the error that `on_failure="raise"` would have raised.
         action: "restart" or "drop".
-        restarts: how many workers of this collector have been started again so far, this one among them.
-        seconds: from when it was noticed until the new one was there; 0 for one that is dropped.
+        restarts: how many workers of this collector have been restarted so far, including this one.
+        seconds: from noticing the failure until the new worker was ready; 0 for a dropped one.
     """
 
     worker: int
@@ -43,9 +43,9 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What to do about workers that fail. `max_restarts` None: as often as it takes.
+    """What to do about workers that fail. `max_restarts` None means no limit.
 
-    `deaths_only`: one that raised something is not started again.
+    `deaths_only`: a worker that raised something is not restarted.
     """
 
     action: FailureAction = "raise"
@@ -55,12 +55,12 @@ class FailurePolicy:
     deaths_only: bool = False
 
     def chosen_for(self, error: ReapError, *, building: bool) -> FailureAction:
-        """Return what to do about this one; `building`: it is one of the first workers, and was not there yet."""
+        """Return what to do about this error; `building`: the worker is one of the first, and was not ready yet."""
         mistaken = building and (self.action == "drop" or self.deaths_only or isinstance(error, UsageError))
         return "raise" if mistaken or (self.deaths_only and not isinstance(error, WorkerDied)) else self.action
 
     def report(self, failure: WorkerFailure) -> None:
-        """Say in the log what happened, and tell whoever wants to know."""
+        """Log what happened, and call the user's callback if there is one."""
         told = str(failure.cause).partition("\n")[0]
         if failure.action == "restart":
             text = "%s; started again after %.2f s (restart %d)"
@@ -71,20 +71,20 @@ class FailurePolicy:
             self.tell(failure)
 
 
-IN_A_ROW = 10  # times that a worker may fail before it is even there, also where any number of restarts is allowed
+IN_A_ROW = 10  # failures in a row before a worker is even ready, also where `max_restarts` sets no limit
 
 
 class RestartBudget:
-    """How many workers were started again lately, and how many in all."""
+    """Counts restarts, lately and in all."""
 
     def __init__(self, policy: FailurePolicy) -> None:
         self.policy, self._lately = policy, deque[float]()
         self.count = 0
 
     def spend(self, in_a_row: int) -> str | None:
-        """Count one more restart and return None; or return why there may be none.
+        """Count one more restart and return None; or return the reason why it is not allowed.
 
-        `in_a_row`: so many in the same place were never there.
+        `in_a_row`: how many replacements in the same place have failed before they were ready.
         """
         if in_a_row >= IN_A_ROW:
             return f"{in_a_row} in a row were started again in this place and were never there, and no more may be"
@@ -101,7 +101,7 @@ class RestartBudget:
         return None
 
     def build(self, number: int, make: Callable[[], T]) -> T:
-        """Return what `make` makes, the first in its place; where it fails, another is made, if that may be."""
+        """Return the first worker from `make`; if it fails, try replacements as long as the policy allows."""
         try:
             return make()
         except ReapError as error:
@@ -110,7 +110,7 @@ class RestartBudget:
             return self.replace(number, error, make)
 
     def replace(self, number: int, error: ReapError, make: Callable[[], T]) -> T:
-        """Return what `make` makes in the place of one that failed; that it fails itself counts too."""
+        """Return a replacement from `make` for a worker that failed; replacements that fail are counted too."""
         began, tries = time.monotonic(), 0
         while (why := self.spend(tries)) is None:
             try:
@@ -125,30 +125,30 @@ class RestartBudget:
         raise refused(error, why)
 
     def count_rebuilt(self, number: int, error: ReapError, seconds: float) -> None:
-        """Count an env that raised and was made anew elsewhere; raises its error if it was one too many."""
+        """Count an env that raised and was rebuilt elsewhere; raise its error if that exceeds the limit."""
         if (why := self.spend(0)) is not None:
             raise refused(error, why)
         self.policy.report(WorkerFailure(number, error, "restart", self.count, seconds))
 
 
 def refused(error: ReapError, why: str) -> ReapError:
-    """Return the error of a worker that is not started again."""
+    """Return a worker's error, extended by the reason why it is not restarted."""
     error.args = (f"{error.args[0] if error.args else ''} ({why})", *error.args[1:])
     return error
 
 
 class RemoteRebuilds:
-    """Envs that are made anew where nobody counts them.
+    """Rebuilds envs in a process that does not count restarts itself.
 
-    `tell` is called with what each has raised, and how long it took; whoever is told counts, and ends it all if there
-    were too many.
+    It calls `tell` with the error of each env, and the seconds it took to rebuild it. The receiver counts, and ends
+    everything if there were too many.
     """
 
     def __init__(self, tell: Callable[[ReapError, float], object]) -> None:
         self._tell = tell
 
     def replace(self, number: int, error: ReapError, make: Callable[[], T]) -> T:
-        """Return what `make` makes in the place of an env that raised; if it fails, so has whoever steps the lanes."""
+        """Return what `make` makes in place of an env that raised; if that fails, so does the process that steps it."""
         began = time.monotonic()
         made = make()
         self._tell(error, time.monotonic() - began)
@@ -156,20 +156,20 @@ class RemoteRebuilds:
 
 
 class Rebuilds:
-    """Envs of single lanes that raised, made anew in their place by the worker that steps them.
+    """Rebuilds the envs of single lanes that raised, in the worker that steps them.
 
-        env.step raises in lane 2 ──► another env from its factory ──► lanes 3, 4, … are stepped
-                                                                   └─► lane 2 made no frame, and begins anew
+        env.step raises in lane 2 ──► a new env from its factory ──► lanes 3, 4, … are stepped
+                                                                 └─► lane 2 made no frame, and begins a new episode
 
-    As far as `budget` allows; `why_not` says why this worker never does it.
+    `budget` limits how often. `why_not` is the reason why this worker never does it, or None.
     """
 
     def __init__(self, budget: RestartBudget | RemoteRebuilds | None, env: Any, plan: Any) -> None:
         self._budget, self._env = budget, env
-        self.driver: object = None  # who moves the lanes, once it is known: for others nobody would be told of it
-        self.why_not = None if budget is None else self._begin(env, plan)
+        self.driver: object = None  # token of the loop that moves the lanes; rebuilds under others would go unreported
+        self.why_not = None if budget is None else self._set_up(env, plan)
 
-    def _begin(self, env: Any, plan: Any) -> str | None:
+    def _set_up(self, env: Any, plan: Any) -> str | None:
         if plan.compact:
             return "compact_obs needs whole rows, and the step in which an env raises is no frame"
         if not plan.reset_when_done:
@@ -181,16 +181,14 @@ class Rebuilds:
         return env.not_rebuilt()  # type: ignore[no-any-return]
 
     def _replace(self, lane: int, error: ReapError, make: Callable[[], Any]) -> Any:
-        """Return what `make` makes, in place of an env that has raised."""
+        """Return what `make` makes, in place of an env that raised."""
         if self._budget is None or self._env.driver is not self.driver:
             raise error from error.__cause__
         return self._budget.replace(0, error, make)
 
 
 def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:
-    """Return what is done about workers that fail, from the options `on_failure`, `max_restarts`, `restart_window` and
-    `on_restart`.
-    """
+    """Return the policy given by the options `on_failure`, `max_restarts`, `restart_window` and `on_restart`."""
     one_of("on_failure", action, ACTIONS)
     most = whole("max_restarts", most, least=0, none=True)
     seconds("restart_window", window)

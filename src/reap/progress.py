@@ -1,8 +1,8 @@
-"""Progress: the batches of a collector, with a line that says how far it is.
+"""Progress: iterate over the batches of a collector and show how far it is.
 
     62%|██████▏   | 62k/100k frames · 31,402/s · return 187.3 · lag 1
 
-tqdm in terminals and notebooks, rich if that is wanted, and a line every ten seconds where neither is at home.
+Uses tqdm in terminals and notebooks, rich on request, and else a plain line every ten seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reap.arguments import one_of, whole
 from reap.errors import WrongArgument, missing, warn
 
 _EVERY = 10.0  # seconds between two plain lines
-Show = Callable[[int, str], None]  # frames so far, and what is to be said about them
+Show = Callable[[int, str], None]  # called with the frames so far, and a text about them
 
 
 def progress(
@@ -36,7 +36,7 @@ def progress(
     if logger is not None and not callable(getattr(logger, "log", None)):
         raise WrongArgument(f"logger needs a method log(step, scalars), as those of reap.loggers, got {logger!r}")
     end = float(collector.options.total) if total is None else float(total)
-    return _batches(collector, end, display or _usual(file), logger, sys.stderr if file is None else file)
+    return _batches(collector, end, display or _default_display(file), logger, sys.stderr if file is None else file)
 
 
 def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO) -> Iterator[Any]:
@@ -44,7 +44,7 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
     first = collector.stats()["frames"]
     with _DISPLAY[display](None if end == float("inf") else int(end), first, file) as show:
         if first >= end:
-            if end != collector.options.total:  # that was not asked for here
+            if end != collector.options.total:  # having reached its own total needs no warning
                 warn(
                     f"there is nothing to collect: {first:,} frames are made, and the total of {int(end):,} counts "
                     f"from the collector's beginning; for more, give a larger one"
@@ -53,7 +53,7 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
         for batch in collector:
             scalars = clock.numbers(collector.stats(), batch)
             frames = scalars.pop("frames")
-            show(frames, told(scalars))
+            show(frames, _summary(scalars))
             if logger is not None:
                 logger.log(frames, {f"collector/{name}": value for name, value in scalars.items()})
             yield batch
@@ -61,8 +61,8 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
                 return
 
 
-def told(scalars: dict[str, Any]) -> str:
-    """The numbers of a collector in half a line."""
+def _summary(scalars: dict[str, Any]) -> str:
+    """Format the numbers of a collector as half a line."""
     parts = [f"{scalars['frames_per_second']:,.0f}/s"]
     if scalars["mean_return"] is not None:
         parts.append(f"return {scalars['mean_return']:.4g}")
@@ -72,7 +72,7 @@ def told(scalars: dict[str, Any]) -> str:
 
 
 class _Clock:
-    """How fast frames come, with what the learner does between them; a mean over the last seconds."""
+    """Measures frames per second, including the learner's time between batches; a mean over the last few batches."""
 
     def __init__(self) -> None:
         self._last: tuple[float, int] | None = None
@@ -95,13 +95,13 @@ class _Clock:
 
 
 def _lag(batch: Any, version: int) -> float | None:
-    """Return how many updates the weights have had since those that acted, where frames are stamped with them."""
+    """Return by how many updates the batch's weights are behind, on average; None if frames carry no policy version."""
     versions = None if batch is None else batch.get("policy_version", None)
     return None if versions is None or not versions.numel() else float(version - versions.double().mean())
 
 
-def _usual(file: Any) -> str:
-    """Return what suits this place: a bar where one can be drawn, else lines."""
+def _default_display(file: Any) -> str:
+    """Return the display that suits the output: a bar where one can be drawn, else plain lines."""
     drawn = "ipykernel" in sys.modules or (
         (sys.stderr if file is None else file).isatty() and os.environ.get("TERM") != "dumb"
     )
@@ -114,7 +114,7 @@ def _tqdm(total: int | None, first: int, file: TextIO) -> Iterator[Show]:
         from tqdm.auto import tqdm
     except ImportError:
         raise missing("tqdm", "progress") from None
-    own = {} if file is sys.stderr else {"file": file}  # a notebook's bar takes no file
+    own = {} if file is sys.stderr else {"file": file}  # only if it is not the default: a notebook's bar takes no file
     with tqdm(total=total, initial=first, unit=" frames", unit_scale=True, **own) as bar:
 
         def show(frames: int, text: str) -> None:

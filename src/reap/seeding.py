@@ -1,7 +1,7 @@
 """Seeds: one number in, a chain of numbers out.
 
-`next_seed(s)` is the link that follows `s`; lanes and workers take consecutive links, so every one of them has
-its own stream and the whole run follows from the first number.
+`next_seed(s)` is the seed that follows `s` in the chain. Lanes and workers take consecutive seeds, so each has its own
+random stream and the whole run is determined by the first number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MODULUS = 2**32 - 1
 
 
 def next_seed(seed: int) -> int:
-    """Return the link after `seed`: eight random bytes, read big-endian, folded below 2³²−1."""
+    """Return the seed after `seed`: eight random bytes, read big-endian, modulo 2³²−1."""
     return int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % _MODULUS
 
 
@@ -27,7 +27,7 @@ def fresh_seed() -> int:
 
 
 def chain(seed: int, count: int, *, static: bool = False) -> tuple[list[int], int]:
-    """`count` seeds starting at `seed`, and the one that would come next. `static`: all the same."""
+    """Return `count` seeds starting with `seed`, and the seed after them. With `static`, all of them are `seed`."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
         raise WrongArgument(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     seed = int(seed)
@@ -48,5 +48,5 @@ def seed_process(seed: int) -> None:
 
 
 def restart_seed(seed: int, restarts: int) -> int:
-    """The seed of a worker that began with `seed` and was started again so often: another one, and always the same."""
+    """Return the seed of a worker that was restarted so often: a different one each time, and the same in every run."""
     return int(np.random.SeedSequence([seed, restarts]).generate_state(1, np.uint32)[0]) & 0x7FFFFFFF

@@ -1,7 +1,7 @@
-"""Specs: what one lane's values look like, addressed by nested keys.
+"""Specs: the shapes and dtypes of one lane's values, addressed by nested keys.
 
 Leaf      one column: shape, dtype, and the Gymnasium space it came from
-            ragged: a dimension is -1, every value has its own      non-tensor: no dtype, any Python object
+            ragged: a dimension is -1, and every value has its own size      non-tensor: no dtype, any Python object
 EnvSpec   the leaves an env reports and the leaves it takes
 """
 
@@ -19,9 +19,9 @@ from reap.errors import UsageError
 
 Key = tuple[str, ...]
 AnyKey = str | tuple[str, ...]
-LANE_AT: Key = ("_ready",)  # which lane a position holds, where lanes come as they are ready
+LANE_AT: Key = ("_ready",)  # which lane a position holds, where lanes answer as they are ready
 
-# bfloat16 has no NumPy type: its bits travel as int16, and only torch ever reads them.
+# bfloat16 has no NumPy type: its bits are stored as int16, and only torch reads them.
 _NUMPY = {
     torch.float16: np.float16,
     torch.float32: np.float32,
@@ -44,12 +44,12 @@ TENSOR_DTYPES = frozenset(_TORCH)
 
 
 def numpy_dtype(dtype: torch.dtype | None) -> np.dtype[Any]:
-    """Return the NumPy type that holds the same bytes; for values that are no tensors, references."""
+    """Return the NumPy type that holds the same bytes; for values that are not tensors (None), that of references."""
     return np.dtype(object if dtype is None else _NUMPY[dtype])
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Return the torch type for a NumPy one; a UsageError for strings and objects."""
+    """Return the torch type for a NumPy one; raise a UsageError for strings and objects."""
     try:
         return _TORCH[np.dtype(dtype)]
     except KeyError:
@@ -62,7 +62,7 @@ def as_key(key: AnyKey) -> Key:
 
 
 def private(key: Key) -> bool:
-    """Return whether a key is not delivered: one of its parts begins with an underscore."""
+    """Return whether a key is left out of batches: one of its parts begins with an underscore."""
     return any(part.startswith("_") for part in key)
 
 
@@ -72,12 +72,12 @@ def show(key: Key) -> str:
 
 
 def show_keys(keys: Iterable[Key]) -> str:
-    """Keys as users write them, in a list."""
+    """Return keys as users write them, in a list."""
     return "[" + ", ".join(show(k) for k in keys) + "]"
 
 
 def in_every_row(row: np.ndarray[Any, Any], steps: int) -> np.ndarray[Any, Any]:
-    """One row `[1, …]` as a column of so many, all of them the same memory."""
+    """Return one row `[1, …]` as a column of `steps` equal rows that share its memory."""
     return np.lib.stride_tricks.as_strided(row, (steps, *row.shape[1:]), (0, *row.strides[1:]))
 
 
@@ -86,10 +86,10 @@ class Leaf:
     """One column of the data, as one lane sees it."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None: not tensors
+    dtype: torch.dtype | None  # None: any Python object
     space: gym.Space[Any] | None = None
     one_hot: bool = False
-    once: bool = False  # a slot has room for the latest value only: for the policy to see, not to be delivered
+    once: bool = False  # the slot stores only the latest value: the policy sees it, batches do not have it
 
     def __str__(self) -> str:
         if self.dtype is None:
@@ -98,12 +98,12 @@ class Leaf:
 
     @property
     def ragged(self) -> bool:
-        """Tensors, each of its own shape."""
+        """Whether the values are tensors that each have their own shape."""
         return -1 in self.shape
 
     @property
     def loose(self) -> bool:
-        """Ragged or no tensor at all: its column holds references, one per frame, in place of bytes."""
+        """Whether the leaf is ragged or not a tensor: its column holds references, one per frame, in place of bytes."""
         return self.dtype is None or -1 in self.shape
 
     def column(self, *size: int) -> np.ndarray[Any, Any]:
@@ -113,11 +113,11 @@ class Leaf:
         return np.zeros((*size, *self.shape), numpy_dtype(self.dtype))
 
     def copied(self, column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return a copy of a column `[T, …]`; where it is kept once, of its one row."""
+        """Return a copy of a column `[T, …]`; if the leaf stores only the latest value, a copy of that one row."""
         return in_every_row(column[:1].copy(), len(column)) if self.once else column.copy()
 
     def blank(self) -> Any:
-        """Return what stands where no value is: zeros, for a loose leaf an empty tensor, an empty text or None."""
+        """Return the filler for missing values: zeros; for a loose leaf an empty tensor, an empty text or None."""
         if self.dtype is None:
             return "" if isinstance(self.space, gym.spaces.Text) else None
         return torch.zeros([max(n, 0) for n in self.shape], dtype=self.dtype)
@@ -145,20 +145,20 @@ class Leaf:
         return self.space
 
     def rand(self, size: tuple[int, ...] = ()) -> torch.Tensor:
-        """Random values of shape `[*size, *shape]` from torch's generator, encoded as this leaf is."""
-        # A leaf of several agents holds several values of its space: as many as its shape says.
+        """Return random values of shape `[*size, *shape]` from torch's generator, encoded like this leaf."""
+        # A leaf of several agents holds several values of its space: their number follows from its shape.
         count = int(np.prod(size, dtype=np.int64)) * int(np.prod(self.shape, dtype=np.int64)) // _width(self)
         return _random(self, count).reshape(*size, *self.shape).to(self.dtype)
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a batch looks where it does not look the usual way."""
+    """How a batch differs from the usual shape."""
 
-    dims: tuple[int, ...] | None = None  # of the lanes, where they are not one dimension
+    dims: tuple[int, ...] | None = None  # dimensions of the lanes, where they are not a single one
     hidden: frozenset[Key] = frozenset()  # columns that are not delivered
-    inner: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)  # batch dimensions a branch has of its own
-    contiguous: bool = False  # lanes first in memory too, by a copy; else a view of memory in which time is first
+    inner: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)  # additional batch dimensions of branches
+    contiguous: bool = False  # copy batches to put lanes first in memory; else they are views of time-major memory
 
 
 USUAL = BatchShape()
@@ -168,10 +168,10 @@ USUAL = BatchShape()
 class EnvSpec:
     """The leaves an env reports, and the ones it takes.
 
-    `batched` says whether a lane dimension is delivered. `rows` says whether every step of every lane is a frame
-    ("whole"), or the env marks those that are not, which stay where they are ("masked") or are taken out, the lane's
-    later rows moving up ("skipping"). `ready_of` is for envs that answer as they are ready: of so many lanes, `lanes`
-    at a time, and the leaf `LANE_AT` says which they are (see core/lanes/ready.py).
+    `batched` says whether batches have a lane dimension. `rows` says whether every step of every lane is a frame
+    ("whole"). If not, the env marks steps that are none; these stay in place ("masked"), or are taken out, so that the
+    lane's later rows move up ("skipping"). `ready_of` is for envs whose lanes answer as they are ready: the number of
+    all lanes, of which `lanes` answer at a time; the leaf `LANE_AT` says which ones (see core/lanes/ready.py).
     """
 
     observation: Mapping[Key, Leaf]
@@ -180,32 +180,32 @@ class EnvSpec:
     batched: bool = False
     reward: Mapping[Key, Leaf] = field(default_factory=lambda: {("reward",): Leaf((1,), torch.float32)})
     rows: Literal["whole", "masked", "skipping"] = "whole"
-    single_steps: bool = True  # lanes can be stepped without the others
+    single_steps: bool = True  # a lane can be stepped without the others
     single_resets: bool = True  # a lane can be reset in the middle of its episode, without the others
-    side: frozenset[Key] = frozenset()  # leaves beside the observation proper: counters, infos, memory
+    side: frozenset[Key] = frozenset()  # leaves beside the observation proper: counters, infos, recurrent state
     ready_of: int | None = None
     look: BatchShape = USUAL
-    primed: frozenset[Key] = frozenset()  # leaves a policy may write the next value of: the env says how they begin
+    primed: frozenset[Key] = frozenset()  # leaves whose next value a policy may write; the env reports the first
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The dimensions a policy sees before those of a leaf."""
+        """The dimensions before those of a leaf, as a policy sees them."""
         return (self.look.dims or (self.lanes,)) if self.batched else ()
 
     @property
     def all_lanes(self) -> int:
-        """How many lanes there are, whether they answer all together or as they are ready."""
+        """The number of all lanes, whether they answer together or as they are ready."""
         return self.ready_of or self.lanes
 
 
 def own_entry(batch: Any, key: Key) -> Any:
-    """Return what a batch has under a name like "mask" to say about itself; None where that is an observation."""
+    """Return a batch's entry about itself, such as "mask"; None if it is missing, or an observation of that name."""
     value = batch.get(key, None)
     return value if value is None or batch.get(("next", *key), None) is None else None
 
 
 def _width(leaf: Leaf) -> int:
-    """Return how many numbers one value of the leaf's space takes, as it is encoded."""
+    """Return how many numbers one value of the leaf's space has, as it is encoded."""
     space = leaf.space
     if isinstance(space, gym.spaces.Discrete):
         return int(space.n) if leaf.one_hot else 1
@@ -231,13 +231,13 @@ def _random(leaf: Leaf, count: int) -> torch.Tensor:
         return torch.randint(2, (count, *space.shape))
     if isinstance(space, gym.spaces.Box):
         return _random_box(space, count)
-    if callable(getattr(space, "rand", None)):  # a spec of TorchRL's
+    if callable(getattr(space, "rand", None)):  # a TorchRL spec
         return space.rand((count,))  # type: ignore[union-attr, no-any-return]
     raise UsageError(f"no random values for space {space}")
 
 
 def _random_box(space: gym.spaces.Box, count: int) -> torch.Tensor:
-    """Uniform between two bounds, exponential beyond one, normal without any: as Gymnasium draws them."""
+    """Draw as Gymnasium does: uniform between two bounds, exponential beyond one, normal without any."""
     low = torch.as_tensor(space.low.astype(np.float64))
     high = torch.as_tensor(space.high.astype(np.float64))
     whole = not np.issubdtype(space.dtype, np.floating)

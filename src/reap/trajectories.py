@@ -3,7 +3,7 @@
     [lanes, T]   0 0 0 1 1 2          padded [3, 3]   0 0 0      mask   1 1 1
                  3 3 3 3 4 4    ──►   …               1 1 ·             1 1 0
                                                       2 · ·             1 0 0
-Whole-array arithmetic: one running sum finds the pieces, one scatter per leaf moves them.
+All of it is whole-array arithmetic: one running sum finds the pieces, one scatter per leaf moves them.
 
     split_trajectories   a batch in pieces, complete or not
     WholeTrajectories    complete episodes only, over many batches
@@ -41,17 +41,17 @@ def split_trajectories(
     done_key: AnyKey | None = None,
     as_nested: bool = False,
 ) -> TensorDictBase:
-    """A batch `[…, T]` cut into trajectories: `[N, L]`, zero-padded, with a mask beside the ids.
+    """Cut a batch `[…, T]` into trajectories: `[N, L]`, zero-padded, with a mask beside the ids.
 
     >>> split = split_trajectories(batch)
-    >>> split["collector", "mask"]      # True where a frame is
+    >>> split["collector", "mask"]      # True where there is a frame
 
     Args:
         rollout_tensordict: data whose last batch dimension is time.
-        prefix: where ids and mask live; "collector" if that entry exists, else the root.
-        trajectory_key: the ids' own key, in place of `prefix`.
-        done_key: the flag under "next" to cut by when there are no ids; "done" by default.
-        as_nested: nested tensors of every trajectory's own length in place of padding and mask.
+        prefix: the entry that holds ids and mask; "collector" if the batch has it, else the root.
+        trajectory_key: the key of the ids, in place of `prefix`.
+        done_key: the flag under "next" that ends trajectories when there are no ids; "done" by default.
+        as_nested: return nested tensors, each trajectory in its own length, in place of padding and mask.
     """
     td = rollout_tensordict
     if td.ndim < 1:
@@ -76,7 +76,7 @@ def split_trajectories(
 
     flat = td.reshape(-1)
     begins = _changes(lanes).reshape(-1)
-    if valid is not None:  # rows without a frame do not belong to anyone
+    if valid is not None:  # rows without a frame belong to no trajectory
         keep = valid.reshape(-1)
         flat, begins = flat[keep], begins[keep]
     lengths = _borders(begins).diff()
@@ -93,15 +93,15 @@ def _changes(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _borders(begins: torch.Tensor) -> torch.Tensor:
-    """Return where runs begin, from marks on their first entries, and where the last of them ends."""
+    """Return where runs begin, given marks on their first entries, and where the last run ends."""
     starts = begins.nonzero().squeeze(-1)
     return torch.cat([starts, starts.new_tensor([len(begins)])])
 
 
 def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> TensorDictBase:
-    """Rows that lie one trajectory after another, as `[N, L]` with zeros behind each, and a mask.
+    """Return rows that lie one trajectory after another as `[N, L]`, padded with zeros, and with a mask.
 
-    Behind texts and objects lies None, behind ragged tensors lie empty ones.
+    Texts and objects are padded with None, ragged tensors with empty ones.
     """
     count, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
     mask = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
@@ -116,13 +116,13 @@ def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> Tenso
             out.set(key, NonTensorStack(*[NonTensorStack(*row) for row in rows]))
     try:
         entries = list(flat.items(True, True))
-    except RuntimeError as cause:  # lanes or agents that differ in shape
+    except RuntimeError as cause:  # lanes or agents differ in shape
         raise UsageError("padding needs one shape per key; these trajectories differ in theirs") from cause
     for key, value in entries:
         padded = value.new_zeros((count * longest, *value.shape[1:]))
         padded.index_copy_(0, index, value)
         out.set(key, padded.reshape(count, longest, *value.shape[1:]))
-    for key in out.keys(True):  # branches with batch dimensions of their own keep them
+    for key in out.keys(True):  # branches keep batch dimensions of their own
         branch = flat.get(key, None)
         if isinstance(branch, TensorDictBase) and branch.ndim > 1:
             out.get(key).batch_size = [count, longest, *branch.batch_size[1:]]
@@ -135,13 +135,13 @@ def _pieces(rows: list[Any], lengths: list[int]) -> list[list[Any]]:
 
 
 def _objects(td: TensorDictBase) -> list[Key]:
-    """Keys of the entries that hold one Python object per row."""
+    """Return the keys of entries that hold one Python object per row."""
     tensors = {as_key(key) for key in td.keys(True, True)}
     return [k for k in map(as_key, td.keys(True, True, is_leaf=is_leaf_nontensor)) if k not in {*tensors, FINAL}]
 
 
 def _padded_frames(flat: LazyStackedTensorDict, lengths: list[int], longest: int) -> TensorDictBase:
-    """Pad rows whose tensors differ in shape: frames in lazy stacks, with blank ones behind them."""
+    """Pad rows whose tensors differ in shape: the rows stay in lazy stacks, padded with blank rows."""
     rows = list(flat.unbind(0))
     blank = TensorDict({}, batch_size=[], device=flat.device)
     objects = _objects(flat)
@@ -198,9 +198,9 @@ def _nested(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> Tenso
 
 
 def with_next(batch: TensorDictBase) -> TensorDictBase:
-    """A batch of `compact_obs=True` with `("next", observation)` rebuilt: exact, also where episodes and the batch end.
+    """Return a `compact_obs` batch with `("next", observation)` rebuilt exactly, also where episodes or the batch end.
 
-    >>> full = with_next(batch)              # the very batch a collector without compact_obs delivers
+    >>> full = with_next(batch)              # equals the batch a collector without compact_obs delivers
     """
     if batch.get(FINAL, None) is None:
         raise UsageError("with_next needs a batch as a compact_obs collector delivers it")
@@ -214,7 +214,7 @@ def with_next(batch: TensorDictBase) -> TensorDictBase:
     lane, step = torch.from_numpy(finals.lane), torch.from_numpy(finals.step)
     for key, values in finals.values.items():
         root = batch.get(key)
-        flat = root.reshape(-1, *root.shape[batch.ndim :])  # lane after lane, each in order of time
+        flat = root.reshape(-1, *root.shape[batch.ndim :])  # lane after lane, each in time order
         following = torch.empty_like(flat)
         following[:-1] = flat[1:]
         following[lane * finals.steps + step] = torch.from_numpy(values).to(root.device)
@@ -223,7 +223,7 @@ def with_next(batch: TensorDictBase) -> TensorDictBase:
 
 
 def cu_seqlens(batch: TensorDictBase) -> torch.Tensor:
-    """Where the trajectories of a packed batch `[steps]` begin, and its end: int32 `[N + 1]`, counted up from 0.
+    """Return where the trajectories of a packed batch `[steps]` begin, and its end: offsets as int32 `[N + 1]`.
 
     >>> offsets = cu_seqlens(batch)          # for kernels that attend within sequences of different length
     """
@@ -234,24 +234,24 @@ def cu_seqlens(batch: TensorDictBase) -> torch.Tensor:
 
 
 class WholeTrajectories:
-    """Takes batches, gives back complete episodes in the order in which they ended.
+    """Takes batches, and returns complete episodes in the order in which they ended.
 
-    Unfinished episodes are held back until they end, however many batches that takes, so none is cut and none is
-    lost: long episodes are as frequent as they are. Episodes broken off by a reset never end and are dropped.
+    Unfinished episodes are held back until they end, however many batches that takes. So no episode is cut or lost, and
+    long ones are not underrepresented. Episodes broken off by a reset never end, and are dropped.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, TensorDictBase] = {}
-        self._last: dict[int, list[int]] = {}  # of each source: the trajectory every lane was last seen in
+        self._last: dict[int, list[int]] = {}  # source → the last trajectory seen in each lane
         self._ready: TensorDictBase | None = None
         self._lengths = torch.zeros(0, dtype=torch.int64)
-        self._plain = False  # without a dimension of lanes
+        self._plain = False  # whether the last batch had no lane dimension
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def feed(self, batch: TensorDictBase, source: int = 0) -> None:
-        """Take the next batch `[…, T]`. Lanes go on where the last batch of the same source left them."""
+        """Take the next batch `[…, T]`. Lanes continue where the last batch of the same source left them."""
         self._plain = batch.ndim == 1
         lanes = batch.unsqueeze(0) if self._plain else batch.flatten(0, -2) if batch.ndim > 2 else batch
         flat = lanes.reshape(-1)
@@ -259,7 +259,7 @@ class WholeTrajectories:
         ids = lanes.get(("collector", "traj_ids"), None)
         if ids is None:
             raise UsageError("whole trajectories need track_traj_ids=True")
-        # In which order rows were made: by time, then by lane. Only the order matters, and only within one batch.
+        # The order in which rows were made: by time, then by lane. Only the order matters, and only within one batch.
         clock = (torch.arange(steps) * count + torch.arange(count).unsqueeze(1)).reshape(-1)
         ids = ids.reshape(-1).cpu()
         valid = ids >= 0
@@ -273,15 +273,15 @@ class WholeTrajectories:
             old = held.get(("collector", "traj_ids")).cpu()
             flat = torch.cat([held, flat])
             ids, clock = torch.cat([old, ids]), torch.cat([torch.full_like(old, -1), clock])
-        lane = own_entry(flat, ("env_index",))  # lanes that came as they were ready stand one among another in one row
+        lane = own_entry(flat, ("env_index",))  # lanes that answer as they are ready are mixed in one row
         if lane is None:
-            # A lane may make no frame in a rollout, and go on in the next.
+            # A lane may make no frame in a rollout, and continue in the next.
             before = self._last.get(source, [-1] * count)
             last = [int(row[row >= 0][-1]) if bool((row >= 0).any()) else old for row, old in zip(rows, before)]
         else:
             last = list(dict(zip(lane.tolist(), ids.tolist())).values())
         self._last[source] = last
-        order = torch.argsort(ids, stable=True)  # rows of one trajectory together, in order of time
+        order = torch.argsort(ids, stable=True)  # rows of one trajectory together, in time order
         ids = ids[order]
         borders = _borders(_changes(ids))
         starts, ends = borders[:-1], borders[1:] - 1
@@ -314,9 +314,10 @@ class WholeTrajectories:
 
 
 def ended(flat: TensorDictBase) -> torch.Tensor:
-    """Return which frames end an episode: as the root says, or else anybody in it."""
+    """Return which frames end an episode: by the root's done flag, or, without one, if any agent's done flag is set."""
     reached = flat.get("next")
-    keys = ["done"] if "done" in reached.keys() else [k for k in reached.keys(True, True) if as_key(k)[-1] == "done"]  # noqa: SIM118
+    keys = [key for key in reached.keys(True, True) if as_key(key)[-1] == "done"]
+    keys = ["done"] if "done" in keys else keys
     flags = [reached.get(key).reshape(len(flat), -1).any(-1) for key in keys]
     return torch.stack(flags).any(0).cpu()
 
@@ -327,11 +328,11 @@ def _device(td: TensorDictBase) -> torch.device:
 
 
 def _at(flat: TensorDictBase, rows: torch.Tensor) -> TensorDictBase:
-    return flat[rows.to(_device(flat))] if len(rows) else flat[:0]  # lazy stacks know no empty index
+    return flat[rows.to(_device(flat))] if len(rows) else flat[:0]  # lazy stacks take no empty index
 
 
 def _rows(order: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Row numbers of the chosen segments of `order`, one segment after another."""
+    """Return the row numbers of the chosen segments of `order`, one segment after another."""
     sizes = (ends - starts + 1)[chosen]
     offset = torch.repeat_interleave(starts[chosen] - (sizes.cumsum(0) - sizes), sizes)
     return order[torch.arange(int(sizes.sum())) + offset]

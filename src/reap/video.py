@@ -14,17 +14,17 @@ from gymnasium.envs.registration import EnvSpec as Registered
 
 from reap.errors import MissingDependency, SpecMismatch, UsageError, missing
 
-_FPS = 30  # where an env does not say how fast it is
+_FPS = 30  # for envs that do not say how fast they are
 
 
 def as_frames(video: Any) -> np.ndarray[Any, Any]:
-    """Return a video as `[T, H, W, 3]` bytes: of an array, a tensor, a list of frames or a file."""
+    """Return a video as bytes `[T, H, W, 3]`, from an array, a tensor, a list of frames or a file."""
     if isinstance(video, (str, Path)):
         return read_video(video)
     if isinstance(video, (list, tuple)):
         video = np.stack([np.asarray(frame) for frame in video]) if len(video) else np.zeros((0, 2, 2, 3), np.uint8)
     frames = video.detach().cpu().numpy() if isinstance(video, torch.Tensor) else np.asarray(video)
-    if frames.ndim == 5 and len(frames) == 1:  # a batch of one, as some loggers want it
+    if frames.ndim == 5 and len(frames) == 1:  # a batch of one, as some loggers expect it
         frames = frames[0]
     if frames.ndim == 3:
         frames = frames[..., None]
@@ -34,7 +34,7 @@ def as_frames(video: Any) -> np.ndarray[Any, Any]:
         frames = frames.transpose(0, 2, 3, 1)
     if frames.shape[-1] not in (1, 3):
         raise SpecMismatch(f"a video has 1 or 3 channels, got {list(frames.shape)}")
-    if np.issubdtype(frames.dtype, np.floating):  # between 0 and 1
+    if np.issubdtype(frames.dtype, np.floating):  # values between 0 and 1
         frames = (frames.clip(0, 1) * 255).round()
     return np.ascontiguousarray(np.broadcast_to(frames, (*frames.shape[:3], 3)), dtype=np.uint8)
 
@@ -59,7 +59,7 @@ def write_video(path: Any, video: Any, fps: float = _FPS) -> Path:
     frames = as_frames(video)
     if not len(frames):
         raise UsageError(f"there is no frame to write to {path}")
-    # The codec halves the colours' resolution: an odd row or column is seen twice.
+    # The codec halves the resolution of colours, so sizes must be even: an odd row or column is doubled.
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def write_video(path: Any, video: Any, fps: float = _FPS) -> Path:
 
 
 class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
-    """A Gymnasium env that keeps what it looks like, episode by episode."""
+    """A Gymnasium env that records its rendered frames, episode by episode."""
 
     def __init__(self, env: gym.Env[Any, Any], wanted_by: str = "record_video") -> None:
         super().__init__(env)
@@ -89,17 +89,17 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         self._wanted = 0
 
     def begin(self, episodes: int) -> None:
-        """From now on film the next so many episodes."""
+        """Film the next `episodes` episodes."""
         self._episodes, self._wanted = [], episodes
 
     def reset(self, **options: Any) -> Any:
         out = self.env.reset(**options)
         if self._episodes and len(self._episodes[-1]) == 1:
-            self._episodes.pop()  # nobody has played it
+            self._episodes.pop()  # it was reset without a step
         if len(self._episodes) < self._wanted:
             self._episodes.append([self._look()])
         else:
-            self._wanted = 0  # what follows is not wanted
+            self._wanted = 0  # the requested episodes are complete
         return out
 
     def step(self, action: Any) -> Any:
@@ -117,16 +117,16 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
             ) from cause
 
     def dump(self, path: Any, fps: float | None = None) -> Path:
-        """Write the episodes since `begin`, one after another, and forget them."""
+        """Write the episodes since `begin` to one file, one after another, and discard them."""
         frames = [frame for one in self._episodes if len(one) > 1 for frame in one]
         self.begin(0)
         return write_video(path, frames, fps or self.fps)
 
 
 def filmed(env: Any, wanted_by: str = "record_video") -> Any:
-    """Return a registered Gymnasium env, an env or a factory of one, as an env that films itself.
+    """Return a registered Gymnasium env, an env, or a factory of one, as an env that films itself.
 
-    Of an env of reap's with several lanes the first one is filmed. Errors say who wanted it.
+    Of a reap env with several lanes, only the first lane is filmed. Errors name `wanted_by`, the option that needs it.
     """
     made = env() if callable(env) and (isinstance(env, type) or not hasattr(env, "reset")) else env
     if isinstance(made, Registered):
@@ -147,5 +147,5 @@ def filmed(env: Any, wanted_by: str = "record_video") -> Any:
 
 
 def films_of(lanes: Any) -> Sequence[FilmedEnv]:
-    """Return the envs among these lanes that film themselves."""
+    """Return those of these lanes' envs that film themselves."""
     return [one for one in getattr(lanes, "envs", ()) if isinstance(one, FilmedEnv)]

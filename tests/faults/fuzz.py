@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 
-from reap._system.listener import _NAME, _NONCE, _PROOF, Refused, _named, _proof, dial
+from reap._system.listener import _NAME, _NONCE, _PROOF, Refused, _proof, _service_bytes, dial
 
 SECRET = b"the secret of this test"
 FOOLED = os.path.join(tempfile.gettempdir(), f"reap-was-fooled-{os.getpid()}")  # made by whoever loads our pickle
@@ -145,9 +145,9 @@ def recorded(address, secret, service):
     """What a friend says to a listener, and is let in for."""
     with connect(address) as one:
         theirs, ours = one.recv(_NONCE), os.urandom(_NONCE)
-        said = ours + _proof(secret, b"visitor", theirs, ours, _named(service)) + _named(service)
+        said = ours + _proof(secret, b"visitor", theirs, ours, _service_bytes(service)) + _service_bytes(service)
         one.sendall(said)
-        assert one.recv(_PROOF) == _proof(secret, b"door", theirs, ours, _named(service))
+        assert one.recv(_PROOF) == _proof(secret, b"door", theirs, ours, _service_bytes(service))
     return said
 
 

@@ -83,7 +83,7 @@ def test_a_crowd_costs_no_threads_and_who_has_the_secret_gets_in(door, caplog):
         while threading.active_count() > before + 1 and time.monotonic() < until:  # of those that were greeted
             time.sleep(0.01)
         assert threading.active_count() <= before + 1
-        assert hung_up_on(strangers) >= 300 - listener._MOST
+        assert hung_up_on(strangers) >= 300 - listener._MAX_STRANGERS
     assert "turned away" in caplog.text
     assert caplog.text.count("turned away") <= 2, "a line for each stranger is a flood of its own"
 

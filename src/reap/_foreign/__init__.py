@@ -1,1 +1,1 @@
-"""Private names of other libraries: one file for each, with the public, slower way where a name is gone."""
+"""Private names of other libraries: one file per library, each with a slower, public fallback for missing names."""

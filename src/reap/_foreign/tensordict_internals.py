@@ -1,6 +1,6 @@
-"""Private names of tensordict: the only place that uses them, and what is done without.
+"""The only place that uses private names of tensordict, with a fallback for each name that is gone.
 
-Modules whose privates are not as they are known here are not run flat: they are called as they are.
+A module whose private attributes differ from those known here is not run as a flat program: it is called unchanged.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tensordict.nn import (
 )
 from torch import nn
 
-# A TensorDict of what is known to fit: nothing is checked. The public way checks every leaf.
+# Makes a TensorDict without checking its entries, which must be known to fit. The public constructor checks every leaf.
 new_tensordict: Callable[..., TensorDict] = getattr(TensorDict, "_new_unsafe", TensorDict)
 
 # ---- the interaction type: one variable for the whole process ------------------------------------------------------
 
-# What holds it, with `get_mode` and `set_mode`; None where tensordict keeps it in another way. tensordict asks whatever
-# stands at this key of its variables.
+# The object that holds the interaction type, with `get_mode` and `set_mode`; None where tensordict stores the type
+# differently. tensordict reads it from whatever object stands under this key of its module variables.
 INTERACTION_TYPE = "_interaction_type"
 interaction_variables: dict[str, Any] = vars(probabilistic)
 shared_interaction_type: Any = interaction_variables.get(INTERACTION_TYPE)
@@ -33,7 +33,7 @@ shared_interaction_type: Any = interaction_variables.get(INTERACTION_TYPE)
 
 
 def is_plain_module(module: Any) -> bool:
-    """Whether a TensorDictModule calls what it holds with its `in_keys` in order, and writes all it returns."""
+    """Return whether a TensorDictModule calls what it wraps with its `in_keys` in order, and writes all results."""
     try:
         return (
             type(module)._call_module is TensorDictModule._call_module
@@ -49,7 +49,7 @@ def is_plain_module(module: Any) -> bool:
 
 
 def is_plain_sampler(module: Any) -> bool:
-    """Whether a probabilistic module makes its distribution and draws from it as tensordict's does."""
+    """Return whether a probabilistic module builds its distribution and samples from it as tensordict's class does."""
     try:
         return (
             type(module).get_dist is ProbabilisticTensorDictModule.get_dist
@@ -66,7 +66,7 @@ def is_plain_sampler(module: Any) -> bool:
 
 
 def parts_of(sequence: Any) -> Iterable[nn.Module] | None:
-    """The parts of a sequence, if it calls them one after another and does nothing else."""
+    """Return the parts of a sequence if it only calls them one after another; None if it does anything else."""
     try:
         plain = (
             not sequence._select_before_return
@@ -80,6 +80,6 @@ def parts_of(sequence: Any) -> Iterable[nn.Module] | None:
 
 
 def draw_of(sampler: Any) -> Callable[..., Any]:
-    """How a module draws from a distribution it is given, where `is_plain_sampler`."""
+    """Return the function by which a module samples from a given distribution; only valid where `is_plain_sampler`."""
     draw: Callable[..., Any] = sampler._dist_sample
     return draw

@@ -1,7 +1,7 @@
-"""Private names of torch: the only place that uses them, and what is done without.
+"""The only place that uses private names of torch, with a fallback for each name that is gone.
 
-Each name may go in another version of torch. What is decided here is decided when the file is imported: users of it
-find the fast way, the public one, or `False` for "torch does not say", and then they take their general path.
+Another version of torch may lack any of these names. Everything is decided when this file is imported: its users find
+the fast way, the public one, or `False` for "torch does not say", in which case they take their general path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether a call of this module is one of its class's `forward`, and nobody else's; False if torch does not say."""
+    """Return whether calling this module runs its class's `forward` and nothing else; False if torch does not say."""
     return KNOWS_HOOKS and not (
         "forward" in module.__dict__
         or module._forward_hooks
@@ -49,28 +49,28 @@ def is_unhooked(module: nn.Module) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks around `forward` of a module, where `KNOWS_HOOKS`."""
+    """Return the hooks around a module's `forward`; only valid where `KNOWS_HOOKS`."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
-# Whether this thread has gradients. One of C is called or it is not; in the public one, which is Python, Ctrl-C
-# can come before it did anything.
+# Switches gradients on or off for this thread. The C function either runs or does not; Ctrl-C can break off the public
+# one, which is Python, before it had an effect.
 set_grad_enabled: Callable[[bool], Any] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 
-# How often a tensor was changed in place. Without it nothing can be recorded: what a call changed would not be known.
+# How often a tensor was changed in place. Without it nothing can be recorded: what a call changed would be unknown.
 KNOWS_CHANGES = hasattr(Tensor, "_version")
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# The dicts in which a module holds its own. Without them, or versions, a policy is compared value by value.
+# The dicts that hold a module's parameters and submodules. Without them or versions, policies are compared by value.
 _HOLDERS = ("_parameters", "_modules")
 SEES_REPLACED = KNOWS_CHANGES and all(isinstance(getattr(_module, name, None), dict) for name in _HOLDERS)
 holders: Callable[[nn.Module], tuple[dict[str, Any], ...]] = operator.attrgetter(*_HOLDERS)
 
-# Names of torch's own functions, as those who watch its calls are told them. One that is gone is never told.
+# Names of torch's own functions, as a `TorchFunctionMode` reports them. A name that torch no longer has never occurs.
 METADATA = frozenset({"_version", "_is_zerotensor"})
 SIZED_BY_VALUES = frozenset({"_unique2"})
 HARMLESS = frozenset({"_set_grad_enabled", "_is_functorch_wrapped_tensor", "_has_torch_function"})
-CHECKS_OF_DISTRIBUTIONS = frozenset({"__init__", "_validate_sample"})  # which raise for wrong values, and only that
+CHECKS_OF_DISTRIBUTIONS = frozenset({"__init__", "_validate_sample"})  # they only raise for invalid values
 
 
 def _copy_one_by_one(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -78,7 +78,7 @@ def _copy_one_by_one(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         column.copy_(value)
 
 
-# Copies each of a list of tensors to its place, with one call, and few kernels on a GPU.
+# Copies each tensor of a list to its destination in one call, with few kernels on a GPU.
 copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = getattr(torch, "_foreach_copy_", _copy_one_by_one)
 
 
@@ -88,8 +88,8 @@ copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = getattr(torch, 
 def gloo_group(store: Any, rank: int, size: int, listen: str, timeout: timedelta) -> Any:
     """Join a gloo group, and listen on one address of this host.
 
-    The public way leaves the choice to gloo, which a variable of the environment tells the interface; the loopback
-    interface is the only one whose name follows from its address.
+    The public constructor lets gloo choose the address, by an environment variable that names a network interface. Only
+    the loopback interface can be named that way, because its name follows from its address.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -106,7 +106,7 @@ def gloo_group(store: Any, rank: int, size: int, listen: str, timeout: timedelta
 
 @contextlib.contextmanager
 def on_loopback(variable: str) -> Iterator[None]:
-    """Have a variable of the environment name the loopback interface, for the length of the block."""
+    """Set an environment variable to the name of the loopback interface for the length of the block."""
     before = os.environ.get(variable)
     os.environ[variable] = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     try:
@@ -118,26 +118,26 @@ def on_loopback(variable: str) -> Iterator[None]:
             os.environ[variable] = before
 
 
-# What agents of `torch.distributed.rpc` use between machines: sockets. What else there is needs one machine.
+# Agents of `torch.distributed.rpc` use sockets between machines. Every other transport needs one machine.
 BETWEEN_MACHINES = {"_transports": ["uv"], "_channels": ["basic"]}
-# Shared memory, met at a Unix socket without a path: an agent that also knew the others would listen at 17 TCP ports of
-# the loopback interface, where a port scan ends it.
+# Shared memory, negotiated over a Unix socket without a path: an agent that also offered the other transports would
+# listen at 17 TCP ports of the loopback interface, where a port scan ends it.
 ON_ONE_MACHINE = {"_transports": ["shm"], "_channels": ["cma", "basic"]}
 
 
 def start_rpc_agent(store: Any, own: str, rank: int, size: int | None, options: Mapping[str, Any]) -> Any:
-    """Start this process's agent of `torch.distributed.rpc`, and return it when all are there.
+    """Start this process's agent of `torch.distributed.rpc`, and return it when all agents are there.
 
-    `size` None: nobody else is waited for, and others are made known to it one by one, by `introduce_rpc_agent`.
+    With `size` None it waits for no other agent; the others are made known one by one, by `introduce_rpc_agent`.
 
-    Not by `init_rpc`: that has all agents call one another, and gloo besides, before anything is done. Where torch does
-    not take one of the options above, its agents choose for themselves.
+    This replaces `init_rpc`, which makes all agents call one another, and gloo besides, before anything else. Options
+    that this version of torch does not accept are left out, and its agents choose for themselves.
     """
     from torch.distributed import autograd, rpc
     from torch.distributed.rpc import TensorPipeAgent  # type: ignore[attr-defined]
 
     start, begin_gradients = getattr(rpc.api, "_init_rpc_states", None), getattr(autograd, "_init", None)
-    if start is None or begin_gradients is None:  # agents ask for the second, too, though no gradients go through calls
+    if start is None or begin_gradients is None:  # agents need autograd, though calls carry no gradients
         raise MissingDependency(
             f"torch {torch.__version__} starts the agents of torch.distributed.rpc in another way than RPCCollector "
             f"knows; DistributedCollector and RayCollector need none"
@@ -151,19 +151,19 @@ def start_rpc_agent(store: Any, own: str, rank: int, size: int | None, options: 
 
 
 def can_introduce_rpc_agents() -> bool:
-    """Whether an agent can be told of others that come later, and of those that are gone."""
+    """Return whether an agent can be told about others that join later, and about those that have left."""
     from torch.distributed.rpc import TensorPipeAgent  # type: ignore[attr-defined]
 
     return hasattr(TensorPipeAgent, "_update_group_membership")
 
 
 def introduce_rpc_agent(agent: Any, name: str, number: int, *, gone: bool = False) -> None:
-    """Let an agent know another, whose address is in its store by this name; `gone`: let it forget that one."""
+    """Make another agent, whose address is in the store under this name, known to this one; `gone` removes it."""
     from torch.distributed.rpc import WorkerInfo  # type: ignore[attr-defined]
 
     agent._update_group_membership(WorkerInfo(name, number), [], {}, not gone)
 
 
-# The guard inside torch.inference_mode. It is entered and left by C, in which Python lets no Ctrl-C in: a mode that was
-# entered and never left would be the user's. Where torch has it no more, there is no inference mode.
+# The guard inside torch.inference_mode. C code enters and leaves it, so Ctrl-C cannot come in between: a mode that was
+# entered and never left would stay on in the user's code. Where torch lacks the guard, reap uses no inference mode.
 INFERENCE_GUARD: Any = getattr(torch._C, "_InferenceMode", None)

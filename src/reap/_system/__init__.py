@@ -1,1 +1,1 @@
-"""Processes, messages, descriptors, interrupts, threads: what the operating system gives. Nothing here knows RL."""
+"""Processes, messages, descriptors, interrupts, threads: what the OS provides. Nothing here knows about RL."""

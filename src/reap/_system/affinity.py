@@ -1,7 +1,7 @@
-"""Affinity: which cores a thread or a process may run on; a choice that cannot be is refused at once.
+"""Affinity: which cores a thread or a process may run on. An impossible choice is refused at once.
 
-worker_affinity=[[1], [2, 3]]    worker 0 on core 1, worker 1 on cores 2 and 3
-driver_affinity=[0]              whoever collects, on core 0, while it collects
+worker_affinity=[[1], [2, 3]]    worker 0 runs on core 1, worker 1 on cores 2 and 3
+driver_affinity=[0]              the collecting thread runs on core 0 while it collects
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def mask(name: str, given: Any) -> Cores:
-    """Return the cores the argument `name` says, which this process may use."""
+    """Return the cores given as argument `name`; raises if this process may not use them."""
     if not hasattr(os, "sched_setaffinity"):
         raise UsageError(f"{name} needs an operating system that lets threads be placed on cores, as Linux does")
     try:
@@ -35,7 +35,7 @@ def mask(name: str, given: Any) -> Cores:
 
 
 def masks(name: str, given: Any, workers: int, envs: int) -> list[Cores]:
-    """Return the cores of each worker, which share so many envs."""
+    """Return the cores of each worker. An error also says how many envs each of them has."""
     if callable(given):
         return [mask(f"{name}({n})", given(n)) for n in range(workers)]
     try:
@@ -51,17 +51,17 @@ def masks(name: str, given: Any, workers: int, envs: int) -> list[Cores]:
 
 
 def settle_on(cores: Cores | None) -> None:
-    """From now on this process runs there, with the threads it has and those to come; None: wherever it is."""
+    """Pin this process, with its present and future threads, to these cores; None leaves it where it is."""
     if cores is None:
         return
-    for thread in os.listdir("/proc/self/task"):  # importing what it needs may have started some
+    for thread in os.listdir("/proc/self/task"):  # imports may have started some already
         _place(int(thread), cores)
 
 
 def staying_on(cores: Cores, work: Callable[[], T]) -> T:
-    """Return what `work` returns; this thread runs there meanwhile, and wherever it could before afterwards."""
+    """Return what `work` returns. The calling thread runs on these cores meanwhile, afterwards on its own again."""
     before = os.sched_getaffinity(0)
-    try:  # first: Ctrl-C may come with the next line
+    try:  # the try comes first: Ctrl-C may come during the next line
         _place(0, cores)
         return work()
     finally:
@@ -71,7 +71,7 @@ def staying_on(cores: Cores, work: Callable[[], T]) -> T:
 def _place(thread: int, cores: Cores) -> None:
     try:
         os.sched_setaffinity(thread, cores)
-    except ProcessLookupError:  # it has ended meanwhile
+    except ProcessLookupError:  # the thread has ended meanwhile
         pass
-    except OSError as refused:  # what the process may use has changed since it was asked
+    except OSError as refused:  # the cores the process may use have changed since `mask` checked them
         raise UsageError(f"cannot run on the cores {sorted(cores)}: {refused}") from refused

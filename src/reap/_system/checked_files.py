@@ -1,7 +1,7 @@
-"""Files that are whole or told apart: written to the disk with a checksum, read back only if it is right.
+"""Files written to disk with a checksum, so that reading them either returns what was written or raises.
 
-A manifest is one line of JSON and, in a second line, that line's own checksum. Whatever it names is on the disk before
-it is. Nothing that is read is ever executed: torch's `weights_only` loads tensors and numbers.
+A manifest is one line of JSON, and in a second line the checksum of the first. All files it names are on disk before it
+is. Reading never executes anything: torch's `weights_only` loads tensors and numbers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from reap.errors import CorruptState
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PIECE = 1 << 20  # bytes summed up at a time
+_PIECE = 1 << 20  # bytes hashed at a time
 
 
 def save_tensors(value: Any, path: Path) -> dict[str, Any]:
-    """Write tensors and numbers to a new file, onto the disk itself; returns its length and checksum."""
+    """Write tensors and numbers to a new file, synced to disk; return its length and checksum."""
     with open(path, "xb") as file, ThreadPoolExecutor(1, "reap-checksum") as beside:
         summed = _Summed(file, beside)
         torch.save(value, cast(Any, summed))
@@ -38,7 +38,7 @@ def save_tensors(value: Any, path: Path) -> dict[str, Any]:
 
 
 def load_tensors(path: Path, about: Mapping[str, Any]) -> Any:
-    """Return what `save_tensors` wrote, if the file is as long and has the checksum that it said."""
+    """Return what `save_tensors` wrote; raise `CorruptState` if the file's length or checksum is not as in `about`."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while piece := file.read(_PIECE):
@@ -50,7 +50,7 @@ def load_tensors(path: Path, about: Mapping[str, Any]) -> Any:
 
 
 def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
-    """A new file with these numbers and their checksum, onto the disk itself."""
+    """Write these numbers and their checksum to a new file, synced to disk."""
     text = json.dumps(about).encode()
     with open(path, "xb") as file:
         file.write(text + b"\n" + _sum(text) + b"\n")
@@ -59,7 +59,7 @@ def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the numbers that `write_manifest` wrote; `CorruptState` if their checksum differs."""
+    """Return the numbers that `write_manifest` wrote, or raise `CorruptState` if their checksum differs."""
     body, _, line = path.read_bytes().partition(b"\n")
     if line != _sum(body) + b"\n":
         raise CorruptState(f"{path} is not what was written: its checksum differs; nothing was loaded")
@@ -68,14 +68,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def sync(handle: int) -> None:
-    """Write what a descriptor stands for onto the disk; of a directory, the names of its files."""
-    with contextlib.suppress(OSError):  # file systems that know no such thing
+    """Sync what a descriptor refers to to disk; for a directory, the names of its files."""
+    with contextlib.suppress(OSError):  # some file systems cannot
         os.fsync(handle)
 
 
 @contextlib.contextmanager
 def locked(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[int]:
-    """The directory's descriptor, while no other process writes there (or, to write, reads)."""
+    """Lock a directory and yield its descriptor: no other process writes there (or reads, with an exclusive lock)."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # file systems without locks
@@ -90,16 +90,16 @@ def _sum(data: bytes) -> bytes:
 
 
 class _Summed:
-    """A file that adds up what is written to it. torch must not see it fail: it would not say why."""
+    """A file that hashes what is written to it. It hides errors from torch, which would not pass on their reason."""
 
     def __init__(self, file: Any, beside: Executor) -> None:
         self._file, self._beside, self.size, self.digest = file, beside, 0, hashlib.sha256()
-        self.failure = 0  # an errno; not the error, which would hold on to whoever writes, and torch to us
+        self.failure = 0  # an errno: torch keeps this object, and an exception would keep the caller's frames
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
         if not self.failure:
-            # Summing up takes about as long as writing: what is large is summed by another thread meanwhile.
+            # Hashing takes about as long as writing: another thread hashes large pieces while this one writes them.
             summing = self._beside.submit(self.digest.update, data) if size >= _PIECE else None
             try:
                 self._file.write(data)
@@ -108,9 +108,9 @@ class _Summed:
             if summing is None:
                 self.digest.update(data)
             else:
-                summing.result()  # before it returns: the memory is torch's again
+                summing.result()  # before returning: torch may then reuse the memory
             self.size += size
         return size
 
     def flush(self) -> None:
-        """Everything is written out at the end."""
+        """Do nothing: everything is written out at the end."""

@@ -1,11 +1,11 @@
-"""Conversation: numbered calls of a child process, and every way in which one can end.
+"""Conversation: numbered calls to a child process, and every way in which a call can end.
 
     parent                                     child
     ask ───── number, name, arguments ───────► answered
-    answer ◄─ Answer(number, value) ───────────┘        │ Raised: refused, or its end │ gone │ silent
+    answer ◄─ Answer(number, value) ───────────┘        │ Raised: a refusal, or the child's end │ gone │ silent
 
-Worker processes, processes that hold lanes and the inference server's process talk like this. What a child says unasked
-has a number too, or none; who waits for an answer passes over those of calls that were broken off (Ctrl-C).
+Worker processes, processes that hold lanes and the inference server's process talk like this. What a child sends
+without a request has a reserved number, or none. Waiting for an answer skips answers to calls that Ctrl-C broke off.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call returned; or `Raised`, if it was refused and nothing has happened."""
+    """The return value of a call; or `Raised`, if the child refused the call and did nothing."""
 
     call: int
     value: Any
 
 
 class ChildGone(Exception):
-    """The child has ended, and said nothing more."""
+    """The child has ended, and has sent no more messages."""
 
 
 class ChildSilent(Exception):
-    """The child said nothing for as long as it was waited for."""
+    """The child sent nothing for as long as the caller waited."""
 
 
 class Conversation:
-    """The parent's side. `first`: the number of the last thing the child says unasked."""
+    """The parent's side. Numbers up to `first` are reserved for what the child sends without a request."""
 
     def __init__(self, child: Child, first: int = 0) -> None:
         self.child, self._calls = child, first
-        self.inbox: deque[Any] = deque()  # what it has said and nobody has taken
-        self.failed = False  # whether its last word was heard: what ended it
+        self.inbox: deque[Any] = deque()  # messages received that nobody has taken yet
+        self.failed = False  # whether the error that ended the child was received
 
     def ask(self, name: str, *arguments: Any) -> int:
-        """Send a call as far as it goes; returns the number of its answer."""
+        """Send a call as far as the socket takes it; return its number, which its answer will have."""
         data = dumps((self._calls + 1, name, arguments), name)
-        with Interrupts().held():  # a number and its call belong together
+        with Interrupts().held():  # the number is counted only if its call is sent
             self._calls += 1
             self.child.line.say(data)
         return self._calls
 
     def hear(self) -> bool:
-        """Put what it has said into the inbox; returns whether it is gone and that was all."""
-        gone = self.child.gone()  # asked first: what it said before is all there then
+        """Move the received messages into the inbox; return whether the child is gone, so that no more will come."""
+        gone = self.child.gone()  # checked first: then all that the child sent before its end is there to be read
         self.inbox += [pickle.loads(data) for data in self.child.line.hear()]
         return gone
 
     def next(self, within: float | None = None) -> Any:
-        """Wait for its next message, so many seconds at most; raises what it raised, `ChildGone` or `ChildSilent`."""
+        """Return its next message, waiting up to `within` seconds; raise its error, `ChildGone` or `ChildSilent`."""
         line, until = self.child.line, None if within is None else time.monotonic() + within
         while True:
-            with Interrupts().held():  # what is half read when Ctrl-C comes would be lost
+            with Interrupts().held():  # Ctrl-C in the middle of reading would lose a message
                 gone = self.hear()
             if self.inbox:
                 message = self.inbox.popleft()
@@ -85,7 +85,7 @@ class Conversation:
                 raise ChildSilent
 
     def answer(self, call: int, within: float | None = None) -> Any:
-        """Wait for the answer to a call, so many seconds for each message. What the child raised is raised here."""
+        """Return the answer to a call, or raise the child's error; wait up to `within` seconds for each message."""
         while True:
             message = self.next(within)
             if isinstance(message, Answer) and message.call == call:
@@ -94,7 +94,7 @@ class Conversation:
                 return message.value
 
     def unasked(self, within: float | None = None) -> Any:
-        """Wait for what it says unasked. Answers that come before it are of calls that were broken off."""
+        """Return the next message sent without a request. Answers before it belong to broken-off calls."""
         while isinstance(message := self.next(within), Answer):
             pass
         return message
@@ -104,7 +104,7 @@ class Conversation:
 
 
 def answered(call: int, work: Callable[[], Any], refused: type[Exception], doing: str = "") -> Answer:
-    """The answer to a call: what `work` returns, or what it `refused` to do. What else it raises is the child's end."""
+    """Return the answer to a call: what `work` returns, or its `refused` error. Any other error ends the child."""
     try:
         return Answer(call, work())
     except refused as error:
@@ -119,18 +119,18 @@ def live(
     doing: Callable[[T | None], str],
     close: Callable[[T], None],
 ) -> None:
-    """The life of a child, or of a worker elsewhere: it is built, serves, tells what it raised, and is closed."""
+    """Run a child, or a worker elsewhere: build it, let it serve, send what it raised to the parent, and close it."""
     built: T | None = None
     try:
         built = build()
         serve(built)
     except TOLD_TO_GO:
         raise
-    except BaseException as error:  # also one that the end of our connection raised: then nobody hears it
+    except BaseException as error:  # also one caused by a lost connection: then nobody receives it
         tell(Raised.of(error, doing(built)))
     finally:
         try:
             no_more_goodbyes()
-        finally:  # the one goodbye there is may be said in this very moment
+        finally:  # the one Goodbye there is may be raised during that call
             if built is not None:
                 close(built)

@@ -1,7 +1,7 @@
-"""Debuggers in child processes, which have no terminal: `breakpoint()` there says where it is and what to do instead.
+"""Debuggers in child processes, which have no terminal: `breakpoint()` raises an error that says what to do instead.
 
     breakpoint()       WrongState: the line, and the option that runs workers in the user's own process
-    pdb.set_trace()    reads an empty stdin, and raises BdbQuit one line later: told as the same
+    pdb.set_trace()    reads an empty stdin, and raises BdbQuit one line later: reported as the same error
 
 `PYTHONBREAKPOINT` is obeyed where it names a debugger that needs no terminal (`remote_pdb.set_trace`), or none at all.
 """
@@ -23,7 +23,7 @@ _OF_A_TERMINAL = ("", "pdb.set_trace", "ipdb.set_trace", "ray.util.rpdb._driver_
 
 
 def refuse_breakpoints() -> None:
-    """From now on `breakpoint()` is an error with a hint, in this process."""
+    """Make `breakpoint()` in this process raise an error with a hint."""
     if os.environ.get("PYTHONBREAKPOINT", "") in _OF_A_TERMINAL:
         sys.breakpointhook = _refuse
 
@@ -34,8 +34,8 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def debugger_left(error: BaseException | None) -> WrongState | None:
-    """Return the error for a debugger that found no terminal, if that is what ended it."""
-    kind: Any = getattr(sys.modules.get("bdb"), "BdbQuit", None)  # nobody who has not imported it raises it
+    """Return the error for a debugger that found no terminal, if that is what caused `error`."""
+    kind: Any = getattr(sys.modules.get("bdb"), "BdbQuit", None)  # it can only have been raised if bdb was imported
     while error is not None and kind is not None:
         if isinstance(error, kind):
             ours = [at for at in traceback.extract_tb(error.__traceback__) if os.path.basename(at.filename) != "bdb.py"]

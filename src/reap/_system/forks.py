@@ -1,10 +1,10 @@
-"""Forks: what belongs to one process is not used by its copies.
+"""Forks: objects of one process refuse to work in its copies.
 
-    os.fork() ──► in the child, before anything else: everything that was `guarded` is told why it is not its own
+    os.fork() ──► in the child, before anything else: `in_fork(why)` is called on every object that was `guarded`
 
-A fork has copies of descriptors, not of what is at their other ends. What it read would be lost to its parent, what it
-wrote would be done in its parent's name, and no thread is there that anybody could wait for. So in a fork every verb
-refuses, and being closed or collected harms nobody. Nothing is asked while things are used: telling costs the fork.
+A fork has copies of descriptors, but shares what is at their other ends. What it read would be lost to its parent, what
+it wrote would be done in its parent's name, and the threads that would answer do not exist. So in a fork every method
+refuses, and closing or collecting the object does no harm. Using an object costs nothing extra: only the fork pays.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from reap.errors import WrongState
 
 
 class Guarded(Protocol):
-    """Something that is told when it is a copy in a fork."""
+    """An object that is notified when it becomes a copy in a fork."""
 
     def in_fork(self, why: str) -> None:
-        """Refuse from now on, and say `why`."""
+        """Refuse every use from now on, with `why` in the error."""
 
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
-_owner = 0  # the process that `_guarded` is of
+_owner = 0  # the pid of the process that filled `_guarded`
 
 
 def guard(thing: Guarded) -> None:
-    """Tell `thing` in every fork of this process."""
+    """Call `thing.in_fork` in every fork of this process."""
     global _owner
     if not _owner:
         os.register_at_fork(after_in_child=_tell)
@@ -53,13 +53,13 @@ def _tell() -> None:
 
 
 def renew(thing: Any, **makers: Callable[[], Any]) -> None:
-    """Make these attributes of `thing` anew in every fork: locks, which a thread may have held that is not there."""
+    """Rebuild these attributes of `thing` in every fork. For locks: a thread that the fork lacks may have held one."""
     _renewed[thing] = makers
     guard(_RENEWING)
 
 
 class _Renewing:
-    """Tells whatever `renew` was called with."""
+    """Rebuilds the attributes that `renew` was called with."""
 
     def in_fork(self, why: str) -> None:
         for thing, makers in list(_renewed.items()):
@@ -72,11 +72,11 @@ _renewed: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], Any]]] = weakref
 _RENEWING = _Renewing()
 
 
-_ENDS = {"close", "shutdown", "async_shutdown", "in_fork"}  # these know whose `thing` is, and end nothing of another's
+_ENDS = {"close", "shutdown", "async_shutdown", "in_fork"}  # these check whose `thing` is, and spare what is another's
 
 
 def refuse_all(thing: Any, why: str) -> None:
-    """From now on every public method of `thing` raises, but those that end it: a new one cannot be forgotten."""
+    """Make every public method of `thing` raise, except those that end it; methods added later are included."""
     kind = type(thing)
 
     def refused(*_: object, **__: object) -> NoReturn:

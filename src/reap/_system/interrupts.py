@@ -1,13 +1,13 @@
-"""Interrupts: Ctrl-C is let in where nothing is in hand, and waits everywhere else.
+"""Interrupts: Ctrl-C is delivered only at safe points, and waits everywhere else.
 
-    with interrupts.held():              what is taken here is also put down
+    with interrupts.held():              what is taken within the block is also put back
         ...
-        selector.select()                `interrupts` is registered there: one that comes ends the wait
+        selector.select()                `interrupts` is registered with the selector: Ctrl-C ends the wait
         interrupts.let_in()
 
-A KeyboardInterrupt is raised in these two places and nowhere else: never between two lines that belong together, never
-in a finalizer, where Python would swallow it. After it everything goes on where it was. The handler is the caller's own
-again at the end; elsewhere than in the main thread there is nothing to hold.
+`let_in` and the end of the block raise KeyboardInterrupt, and no other place does: never between two lines that belong
+together, never in a finalizer, where Python would swallow it. Afterwards everything goes on where it was. The caller's
+handler is back in place after the block. In threads other than the main one nothing is held back.
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ from typing_extensions import Self
 
 
 class Wakeup:
-    """Ends a wait of a selector it is registered with, from any thread, once it is open."""
+    """Ends the wait of a selector it is registered with, from any thread, once it is open."""
 
-    _ours = _theirs = -1
+    _reader = _writer = -1
 
     def open(self) -> Self:
-        """Make the descriptors; the first is readable while somebody is to wake."""
-        self._ours, self._theirs = os.pipe()
-        for fd in (self._ours, self._theirs):
+        """Create the descriptors; the first is readable after `wake`."""
+        self._reader, self._writer = os.pipe()
+        for fd in (self._reader, self._writer):
             os.set_blocking(fd, False)
         return self
 
     def fileno(self) -> int:
-        """Return the descriptor that a selector waits for."""
-        return self._ours
+        """Return the descriptor to register with a selector."""
+        return self._reader
 
     def wake(self) -> None:
-        """Wake whoever waits."""
-        if self._theirs >= 0:
-            with contextlib.suppress(OSError):  # it is full, so somebody wakes already; or nobody listens any more
-                os.write(self._theirs, b"!")
+        """End the wait of the thread that waits for this."""
+        if self._writer >= 0:
+            with contextlib.suppress(OSError):  # the pipe is full, so a wakeup is pending already; or it is closed
+                os.write(self._writer, b"!")
 
     def quiet(self) -> None:
-        """Forget earlier calls of `wake`: whoever waited is awake."""
-        if self._ours >= 0:
+        """Discard earlier calls of `wake`: the waiting thread is awake."""
+        if self._reader >= 0:
             with contextlib.suppress(BlockingIOError):
-                os.read(self._ours, 4096)
+                os.read(self._reader, 4096)
 
     def close(self) -> None:
-        """Give back the descriptors."""
-        ours, theirs, self._ours, self._theirs = self._ours, self._theirs, -1, -1
-        if ours >= 0:
-            os.close(ours)
-            os.close(theirs)
+        """Close the descriptors."""
+        reader, writer, self._reader, self._writer = self._reader, self._writer, -1, -1
+        if reader >= 0:
+            os.close(reader)
+            os.close(writer)
 
 
 class Interrupts(Wakeup):
-    """SIGINT, held back for a while; one that waits wakes whoever waits."""
+    """Holds SIGINT back for a while; a SIGINT that arrives meanwhile ends the wait of a selector."""
 
     def __init__(self) -> None:
-        self._usual: Any = None  # the caller's handler, while ours is in its place
-        self._came = False
+        self._user_handler: Any = None  # the caller's handler, while ours is installed
+        self._pending = False
         self.woken = False  # whether `wake` was called
 
     def open(self) -> Self:
         super().open()
-        if self._came:
+        if self._pending:
             super().wake()
         return self
 
@@ -78,53 +78,58 @@ class Interrupts(Wakeup):
         super().wake()
 
     def _arrive(self, number: int, frame: Any) -> None:
-        if not self._came:
-            self._came = True
+        if not self._pending:
+            self._pending = True
             super().wake()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Interrupts wait until `let_in`, or until the end."""
-        usual = signal.getsignal(signal.SIGINT)
-        if self._usual is not None or not callable(usual) or threading.current_thread() is not threading.main_thread():
+        """Hold interrupts back within the block, until `let_in` or its end."""
+        handler = signal.getsignal(signal.SIGINT)
+        if self._user_handler is not None or not callable(handler) or not _in_main_thread():
             yield
             return
         try:
-            self._take()  # one that was told already
-            self._usual = usual
+            self._clear_pending()  # discard one that was delivered already
+            self._user_handler = handler
             signal.signal(signal.SIGINT, self._arrive)
             yield
         finally:
-            self._usual = None  # first: the next line may be interrupted
-            signal.signal(signal.SIGINT, usual)
-            if self._take():
-                usual(signal.SIGINT, None)
+            self._user_handler = None  # first: Ctrl-C may break off at the next line
+            signal.signal(signal.SIGINT, handler)
+            if self._clear_pending():
+                handler(signal.SIGINT, None)
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """Inside `held`: here they come at any moment, as they would without us. Code of the user's runs here."""
-        usual = self._usual
-        if usual is None or threading.current_thread() is not threading.main_thread():
+        """Within `held`, let interrupts come at any moment, as they would without reap: for the user's code."""
+        handler = self._user_handler
+        if handler is None or not _in_main_thread():
             yield
             return
         self.let_in()
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, handler)
         try:
             yield
         finally:
-            if self._usual is not None:  # Ctrl-C between us and the block: Python ends this when nobody holds any more
+            # Not if Ctrl-C came between yield and block: Python then closes this generator after `held` has ended.
+            if self._user_handler is not None:
                 signal.signal(signal.SIGINT, self._arrive)
 
     def let_in(self) -> None:
         """Raise the interrupt that was held back, if there is one."""
-        usual = self._usual
-        if usual is not None and threading.current_thread() is threading.main_thread() and self._take():
-            usual(signal.SIGINT, None)
+        handler = self._user_handler
+        if handler is not None and _in_main_thread() and self._clear_pending():
+            handler(signal.SIGINT, None)
 
-    def _take(self) -> bool:
-        """Return whether an interrupt was held back, and forget it."""
-        if not self._came:
+    def _clear_pending(self) -> bool:
+        """Return whether an interrupt was held back, and clear it."""
+        if not self._pending:
             return False
         self.quiet()
-        self._came = False
+        self._pending = False
         return True
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

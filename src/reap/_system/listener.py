@@ -1,12 +1,12 @@
-"""Listener: a socket at which only those with the secret are received, however many others come.
+"""Listener: a socket that serves only peers who know the secret, however many others connect.
 
     peer ── dial ──► nonce ◄─► nonce, each side proves that it knows the secret ──► a thread that serves it
                        └── a stranger: limited in number and in time, refused, logged
 
-One thread accepts and listens to all who have not proved themselves yet; they cost a descriptor each, no thread, and
-never more than `_MOST` of them. When another comes, the oldest of the address with the most connections goes: who has
-the secret is through within a round trip, and `dial` comes again if it was pushed out. When descriptors run out,
-strangers go first, and accepting goes on as soon as there are some again.
+One thread accepts connections and reads from all strangers, the peers that have not proved themselves yet. Each costs a
+descriptor and no thread, and there are never more than `_MAX_STRANGERS`. When another arrives, the oldest stranger from
+the address with the most connections is dropped: a peer with the secret is done within a round trip, and `dial` retries
+if it was dropped. When descriptors run out, strangers are dropped first; accepting resumes when there are some again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import NamedTuple
 from reap._system.fork_server.client import enough_room
 
 PATIENCE = 5.0  # seconds a peer has to prove itself, in all
-_MOST = 128  # peers that have not proved themselves yet, at a time
-_PAUSE = 0.1  # seconds without accepting, when it fails
-_QUIET = 5.0  # seconds between two lines of the log about a flood
+_MAX_STRANGERS = 128  # peers that have not proved themselves yet, at a time
+_PAUSE = 0.1  # seconds without accepting, after it failed
+_LOG_PAUSE = 5.0  # seconds between two log lines about a flood
 _NONCE, _PROOF, _NAME = 32, 32, 16  # bytes
-_NO = b"\0" * _PROOF  # said in place of a proof: no secret, or no such service
+_REFUSAL = b"\0" * _PROOF  # sent in place of a proof: wrong secret, or no such service
 _log = logging.getLogger("reap")
 
 Address = tuple[str, int] | str | bytes  # a host and a port, or a Unix socket
@@ -41,7 +41,7 @@ class Refused(ConnectionError):
 
 
 class Visitor(NamedTuple):
-    """A connection whose other side has proved itself, and a key that only the two know."""
+    """A connection whose other side has proved itself, and a key that only the two sides know."""
 
     socket: socket.socket
     key: bytes
@@ -49,30 +49,30 @@ class Visitor(NamedTuple):
 
 
 def dial(address: Address, secret: bytes, service: str, patience: float = PATIENCE) -> Visitor:
-    """Ask a listener for something. Hung up on in a crowd, it tries again, for `patience` seconds in all."""
+    """Connect to a service of a listener. Dropped in a crowd, it retries, for `patience` seconds in all."""
     until = time.monotonic() + patience
     while True:
         try:
             return _dial(address, secret, service, until)
         except Refused:
             raise
-        # BlockingIOError: a Unix socket whose queue is full
+        # BlockingIOError: the queue of a Unix socket is full
         except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError, BlockingIOError, _HungUp) as error:
             if time.monotonic() + _PAUSE >= until:
-                raise Refused(f"{_shown(address)} hung up on us: {error}") from None
+                raise Refused(f"{_address_text(address)} hung up on us: {error}") from None
             time.sleep(_PAUSE / 4 + _PAUSE * secrets.randbelow(100) / 100)  # not all at once
 
 
 def _dial(address: Address, secret: bytes, service: str, until: float) -> Visitor:
     connection = _connected(address, max(0.1, until - time.monotonic()))
     try:
-        theirs, ours, name = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE), _named(service)
+        theirs, ours, name = _receive_exactly(connection, _NONCE), secrets.token_bytes(_NONCE), _service_bytes(service)
         connection.sendall(ours + _proof(secret, b"visitor", theirs, ours, name) + name)
-        proof = _exactly(connection, _PROOF)
-        if proof == _NO:
-            raise Refused(f"{_shown(address)} refused us: it has another secret, or no {service!r} for us")
+        proof = _receive_exactly(connection, _PROOF)
+        if proof == _REFUSAL:
+            raise Refused(f"{_address_text(address)} refused us: it has another secret, or no {service!r} for us")
         if not hmac.compare_digest(proof, _proof(secret, b"door", theirs, ours, name)):
-            raise Refused(f"{_shown(address)} does not know the secret")
+            raise Refused(f"{_address_text(address)} does not know the secret")
         host = address[0] if isinstance(address, tuple) else ""
         return Visitor(settled(connection), _proof(secret, b"key", theirs, ours, name), host)
     except BaseException:
@@ -93,7 +93,7 @@ def _connected(address: Address, timeout: float) -> socket.socket:
     return connection
 
 
-def _shown(address: Address) -> str:
+def _address_text(address: Address) -> str:
     return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else repr(address)
 
 
@@ -101,15 +101,15 @@ def _proof(secret: bytes, role: bytes, one: bytes, other: bytes, name: bytes) ->
     return hmac.digest(secret, b"|".join((b"reap", role, one, other, name)), "sha256")
 
 
-def _named(service: str) -> bytes:
+def _service_bytes(service: str) -> bytes:
     return service.encode().ljust(_NAME, b"\0")[:_NAME]
 
 
 class _HungUp(ConnectionError):
-    """The other side hung up before everything was said."""
+    """The other side closed the connection in the middle of the handshake."""
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         piece = connection.recv(size - len(data))
@@ -120,7 +120,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def settled(connection: socket.socket) -> socket.socket:
-    """Return a socket to be used from now on: it blocks, and does not hold back what is small."""
+    """Make a socket blocking, and let it send small messages without delay; return it."""
     connection.settimeout(None)
     if connection.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ def settled(connection: socket.socket) -> socket.socket:
 
 
 def woken_selector(made: contextlib.ExitStack) -> tuple[selectors.BaseSelector, socket.socket, socket.socket]:
-    """Return a selector with a socket by which it is woken, and the other end of that; closed with `made`."""
+    """Return a selector, the socket that wakes it, and the other end to write to; `made` closes them all."""
     selector = selectors.DefaultSelector()
     made.callback(selector.close)
     wake, waker = socket.socketpair()
@@ -144,14 +144,14 @@ class _Stranger:
 
     def __init__(self, connection: socket.socket, host: str) -> None:
         self.socket, self.host, self.until = connection, host, time.monotonic() + PATIENCE
-        self.nonce, self.said = secrets.token_bytes(_NONCE), b""
+        self.nonce, self.received = secrets.token_bytes(_NONCE), b""
 
 
 class Listener:
-    """Accepts at a socket that listens. Who knows `secret` is given to `serve`, in a thread of its own.
+    """Accepts connections, and calls `serve` in a thread of its own for every peer that knows `secret`.
 
-    `secret` None: everybody is, for a socket of the loopback address, but no more than `_MOST` at a time.
-    `knows(service)` says whether what a peer asks for is there.
+    With `secret` None it serves everybody, at most `_MAX_STRANGERS` at a time: for a socket of the loopback address.
+    `knows(service)` says whether the service a peer requests exists.
     """
 
     def __init__(
@@ -164,38 +164,38 @@ class Listener:
     ) -> None:
         listening.setblocking(False)
         self._listening, self._secret, self._serve, self._knows = listening, secret, serve, knows
-        self._where = _shown(listening.getsockname()[:2] if listening.family != socket.AF_UNIX else name)
+        self._address = _address_text(listening.getsockname()[:2] if listening.family != socket.AF_UNIX else name)
         self._name = name
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self._serving: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
-        self._turned_away, self._told, self._told_of_errors = 0, 0.0, 0.0  # when the log was last told
-        self._paused: float | None = None  # until when nobody is accepted
+        self._dropped, self._flood_logged, self._error_logged = 0, 0.0, 0.0  # when each was last logged
+        self._paused: float | None = None  # time until which no connection is accepted
         self._open = True
-        with contextlib.ExitStack() as made, enough_room(f"what listens at {self._where}"):
+        with contextlib.ExitStack() as made, enough_room(f"what listens at {self._address}"):
             made.callback(listening.close)
             self._selector, self._wake, self._waker = woken_selector(made)
             self._selector.register(listening, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._run, name=f"reap-{name}", daemon=True)
             self._thread.start()
-            made.pop_all()  # it is here to stay
+            made.pop_all()  # it all stays open
 
     # ---- the thread that listens ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self._open:
             try:
-                self._turn()
-            except Exception:  # whatever it was: others want to come in
+                self._run_once()
+            except Exception:  # whatever it was, other peers are waiting
                 if self._open:
-                    _log.exception("%s: a turn of the listening thread failed; it goes on", self._where)
+                    _log.exception("%s: a turn of the listening thread failed; it goes on", self._address)
                     time.sleep(_PAUSE)
         for stranger in list(self._strangers.values()):
             self._drop(stranger)
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         now = time.monotonic()
-        until = [stranger.until for stranger in list(self._strangers.values())[:1]]  # the oldest is the first to go
+        until = [stranger.until for stranger in list(self._strangers.values())[:1]]  # the oldest times out first
         until += [] if self._paused is None else [self._paused]
         ready = self._selector.select(max(0.0, min(until) - now) if until else None)
         now = time.monotonic()
@@ -206,12 +206,12 @@ class Listener:
             if key.fileobj is self._listening:
                 self._accept()
             elif key.fileobj in self._strangers:
-                self._hear(self._strangers[key.fileobj])
+                self._receive(self._strangers[key.fileobj])
         for stranger in [one for one in self._strangers.values() if one.until <= now]:
             self._refuse(stranger, f"it did not prove itself within {PATIENCE:.0f} s")
 
     def _accept(self) -> None:
-        """Whoever waits, some at a time: those who are in want to be heard, too."""
+        """Accept waiting connections, up to 16 at a time, so that those accepted before are read from in between."""
         for _ in range(16):
             try:
                 connection, address = self._listening.accept()
@@ -225,8 +225,8 @@ class Listener:
             if self._secret is None:
                 self._admit(Visitor(settled(connection), b"", host), "")
                 continue
-            if len(self._strangers) >= _MOST:
-                self._turn_away()
+            if len(self._strangers) >= _MAX_STRANGERS:
+                self._drop_oldest()
             stranger = _Stranger(connection, host)
             try:
                 connection.setblocking(False)
@@ -238,35 +238,35 @@ class Listener:
             self._strangers[connection] = stranger
 
     def _out_of_descriptors(self, error: OSError) -> None:
-        """Accepting failed: strangers give theirs back, and it is tried again in a moment."""
-        if time.monotonic() - self._told_of_errors > _QUIET:
-            self._told_of_errors = time.monotonic()
-            _log.warning("%s: cannot accept a connection: %s; it is tried again", self._where, error)
-        for stranger in list(self._strangers.values())[: _MOST // 2]:
+        """Accepting failed: drop strangers to free their descriptors, and try again in a moment."""
+        if time.monotonic() - self._error_logged > _LOG_PAUSE:
+            self._error_logged = time.monotonic()
+            _log.warning("%s: cannot accept a connection: %s; it is tried again", self._address, error)
+        for stranger in list(self._strangers.values())[: _MAX_STRANGERS // 2]:
             self._drop(stranger)
         self._selector.unregister(self._listening)
         self._paused = time.monotonic() + _PAUSE
 
-    def _turn_away(self) -> None:
-        """Room for one more: of the address with the most of them the oldest goes."""
+    def _drop_oldest(self) -> None:
+        """Make room for one more: drop the oldest stranger of the address with the most of them."""
         crowd = collections.Counter(stranger.host for stranger in self._strangers.values()).most_common(1)[0][0]
         self._drop(next(stranger for stranger in self._strangers.values() if stranger.host == crowd))
-        self._turned_away += 1
+        self._dropped += 1
         now = time.monotonic()
-        if now - self._told > _QUIET:
+        if now - self._flood_logged > _LOG_PAUSE:
             _log.warning(
                 "%s: %d connections at a time have not proved that they know the secret; turned away so far: %d, of "
                 "them the last from %s",
-                self._where,
-                _MOST,
-                self._turned_away,
+                self._address,
+                _MAX_STRANGERS,
+                self._dropped,
                 crowd or "this machine",
             )
-            self._told = now
+            self._flood_logged = now
 
-    def _hear(self, stranger: _Stranger) -> None:
+    def _receive(self, stranger: _Stranger) -> None:
         try:
-            piece = stranger.socket.recv(_NONCE + _PROOF + _NAME - len(stranger.said))
+            piece = stranger.socket.recv(_NONCE + _PROOF + _NAME - len(stranger.received))
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -275,13 +275,13 @@ class Listener:
         if not piece:
             self._refuse(stranger, "the other side hung up")
             return
-        stranger.said += piece
-        if len(stranger.said) == _NONCE + _PROOF + _NAME:
-            self._judge(stranger)
+        stranger.received += piece
+        if len(stranger.received) == _NONCE + _PROOF + _NAME:
+            self._verify(stranger)
 
-    def _judge(self, stranger: _Stranger) -> None:
-        said, ours, secret = stranger.said, stranger.nonce, self._secret or b""
-        theirs, proof, name = said[:_NONCE], said[_NONCE:-_NAME], said[-_NAME:]
+    def _verify(self, stranger: _Stranger) -> None:
+        received, ours, secret = stranger.received, stranger.nonce, self._secret or b""
+        theirs, proof, name = received[:_NONCE], received[_NONCE:-_NAME], received[-_NAME:]
         if not hmac.compare_digest(proof, _proof(secret, b"visitor", ours, theirs, name)):
             self._refuse(stranger, "it does not know the secret", say=True)
             return
@@ -308,25 +308,25 @@ class Listener:
                     self._serving.pop(threading.current_thread(), None)
 
         with self._lock:
-            crowded = self._secret is None and len(self._serving) >= _MOST
+            crowded = self._secret is None and len(self._serving) >= _MAX_STRANGERS
             thread = threading.Thread(target=live, name=f"reap-{self._name}-peer", daemon=True)
             if not crowded:
                 self._serving[thread] = visitor.socket
         try:
             if crowded:
-                raise RuntimeError(f"{_MOST} are being received already")
+                raise RuntimeError(f"{_MAX_STRANGERS} are being received already")
             thread.start()
-        except RuntimeError as error:  # no thread to be had
+        except RuntimeError as error:  # the system has no room for another thread
             with self._lock:
                 self._serving.pop(thread, None)
-            _log.warning("%s: cannot receive a connection: %s", self._where, error)
+            _log.warning("%s: cannot receive a connection: %s", self._address, error)
             visitor.socket.close()
 
     def _refuse(self, stranger: _Stranger, why: str, *, say: bool = False) -> None:
-        _log.warning("refused a connection from %s at %s: %s", stranger.host or "this machine", self._where, why)
+        _log.warning("refused a connection from %s at %s: %s", stranger.host or "this machine", self._address, why)
         if say:
             with contextlib.suppress(OSError):
-                stranger.socket.send(_NO)
+                stranger.socket.send(_REFUSAL)
         self._drop(stranger)
 
     def _drop(self, stranger: _Stranger) -> None:
@@ -338,7 +338,7 @@ class Listener:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, deadline: float = PATIENCE) -> None:
-        """Everybody who came is hung up on; their threads have `deadline` seconds to end."""
+        """Close all connections; the threads that serve them have `deadline` seconds to end."""
         until = time.monotonic() + deadline
         self._open = False
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Messages with a child: whole ones only, each behind its length, as `multiprocessing.connection` writes them."""
+"""Messages between a parent and a child, each preceded by its length, as `multiprocessing.connection` writes them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from reap._system.pickling import dumps
 
 _PIECE = 1 << 20  # bytes read at once
-_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
+_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes them
 
 
 def send(connection: Connection, thing: Any) -> None:
-    """Send anything, read by `MessageSocket.hear`. Not `connection.send`: that would share tensors, not send them."""
+    """Send any object for `MessageSocket.hear`. `connection.send` would share tensors, not send their values."""
     connection.send_bytes(dumps(thing, "what a child says"))
 
 
 class MessageSocket:
-    """The parent's end of a child's connection. Waits for nobody, but in `finish`: no reader, no half message."""
+    """The parent's end of a child's connection. Only `finish` blocks: no slow reader or half-received message does."""
 
     def __init__(self, own: socket.socket) -> None:
         own.setblocking(False)
@@ -35,14 +35,14 @@ class MessageSocket:
         return self._socket.fileno()
 
     def say(self, data: bytes) -> None:
-        """Send a message as far as it goes; `flush` sends the rest."""
+        """Send a message as far as the socket takes it; `flush` sends the rest."""
         long = len(data) > 0x7FFFFFFF
         self._unsent += _LENGTH.pack(-1) + _LONG_LENGTH.pack(len(data)) if long else _LENGTH.pack(len(data))
         self._unsent += data
         self.flush()
 
     def flush(self) -> bool:
-        """Send what is left, as far as it goes; whether all has been sent, or nobody is there to read it."""
+        """Send more of what is left; return whether nothing is left: it was sent, or the child is gone."""
         try:
             while self._unsent:
                 with memoryview(self._unsent)[:_PIECE] as piece:
@@ -50,17 +50,17 @@ class MessageSocket:
                 del self._unsent[:sent]
         except BlockingIOError:
             return False
-        except OSError:  # one that is gone says so through its sentinel
+        except OSError:  # the sentinel reports a child that is gone
             self._unsent.clear()
         return True
 
     def finish(self) -> None:
-        """Send what is left, waiting for the reader: for whoever has nothing else to do meanwhile."""
+        """Send what is left, waiting for the child to read it: for callers that have nothing else to do."""
         while not self.flush():
             until_ready([], [self.fileno()])
 
     def hear(self) -> list[bytes]:
-        """Return the messages that have come, whole ones only."""
+        """Return the messages that have arrived completely."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while piece := self._socket.recv(_PIECE):
                 self._heard += piece
@@ -72,7 +72,7 @@ class MessageSocket:
         return found
 
     def _first(self) -> tuple[int, int] | None:
-        """Return where the first message begins and ends, if it is there."""
+        """Return where the first message begins and ends, if it has arrived completely."""
         start = _LENGTH.size
         if len(self._heard) < start:
             return None
@@ -90,9 +90,9 @@ class MessageSocket:
 
 
 def until_ready(reading: Iterable[int], writing: Iterable[int] = (), within: float | None = None) -> bool:
-    """Wait for one of these descriptors, for so many seconds at most; whether there was one.
+    """Wait until one of these descriptors is ready, for at most `within` seconds; return whether one is.
 
-    Not `select.select`: that refuses numbers from 1024 on, which a program with many envs or files has.
+    `select.select` would not do: it refuses descriptors from 1024 on, which programs with many envs or files have.
     """
     poll, asked = select.poll(), dict.fromkeys(reading, select.POLLIN)
     for fd in writing:

@@ -4,14 +4,14 @@
               have the same pipe, the same lock, the same memory
     dumps ──► bytes ──► any process: nothing that needs a descriptor
 
-A descriptor is a number that means something else in every process. So nothing that holds one travels as a number: it
-is duplicated (what `multiprocessing` gives to a process it starts: connections, sockets, queues, locks, values, shared
-tensors), or refused in the caller's frame. Both hold for whatever pickles in between, such as a wrapper that calls
-`cloudpickle.dumps` itself: reducers are entered in `copyreg`, and refusals in cloudpickle's pickler, while one of these
-two runs, and act in its thread only.
+A descriptor is a number that means something else in every process. So no object that holds one is pickled with that
+number: either the descriptor is duplicated (what `multiprocessing` gives to a process it starts: connections, sockets,
+queues, locks, values, shared tensors), or the object is refused in the caller's frame. Both also hold for code that
+pickles in between, such as a wrapper that calls `cloudpickle.dumps` itself: while `pack` or `dumps` runs, reducers are
+registered in `copyreg`, and refusals in cloudpickle's pickler. They act in the calling thread only.
 
-What the main script defines travels by value: no other process can import it. That is cloudpickle's habit with
-`__main__`, and ours with `__mp_main__`, its name in a process that `multiprocessing` has spawned.
+What the main script defines is pickled by value, since no other process can import it. cloudpickle does so for
+`__main__`, and we do for `__mp_main__`, the script's name in a process that `multiprocessing` has spawned.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from reap.errors import UsageError
 
 
 class Packed:
-    """Something packed for processes of this machine, once however many they are; `unpack` it once in each."""
+    """An object packed once for any number of processes of this machine; each of them calls `unpack` once."""
 
     def __init__(self, data: bytes, fds: Sequence[OwnedFd] = ()) -> None:
         self.data, self.fds = data, tuple(fds)
 
     def unpack(self) -> Any:
-        """Return what is inside. Its descriptors are handed over, so where it has some it can be unpacked once."""
+        """Return the object. Its descriptors go with it, so a `Packed` that has some can be unpacked only once."""
         fds, self.fds = self.fds, ()
         with receiving(fds):
             try:
                 return pickle.loads(self.data)
-            except SystemExit as request:  # of a module that it imports: no wish of this process to end
+            except SystemExit as request:  # raised by a module that unpickling imports: no request to end this process
                 raise ImportError(f"what it imports called sys.exit({request.code!r})") from request
 
     def __reduce__(self) -> Any:
@@ -63,9 +63,9 @@ def _packed(data: bytes, fds: Sequence[Descriptor]) -> Packed:
 
 
 def pack(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> Packed:
-    """`thing` for processes of this machine; an error that names it as `what` if it cannot be sent.
+    """Pack `thing` for processes of this machine; raise an error that names it `what` if it cannot be sent.
 
-    `given`: what users know of it, by name, where `thing` is more than that; errors name the part of it.
+    `given` holds the parts of `thing` that the user knows, by name; errors then name one of those instead.
     """
     popen = PackingPopen()
     data = _pickled(thing, what, popen, given)
@@ -73,12 +73,12 @@ def pack(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> Packe
 
 
 def dumps(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> bytes:
-    """`thing` as bytes for any other process; an error that names it as `what` if that cannot be."""
+    """Return `thing` as bytes for any other process; raise an error that names it `what` if it cannot be pickled."""
     return _pickled(thing, what, None, given)
 
 
 def pack_bytes(thing: Any, what: str) -> Packed:
-    """`thing` for processes anywhere: without descriptors."""
+    """Pack `thing` without descriptors, for processes on any machine."""
     return Packed(dumps(thing, what))
 
 
@@ -90,14 +90,14 @@ def _pickled(thing: Any, what: str, popen: PackingPopen | None, given: Mapping[s
             try:
                 return bytes(cloudpickle.dumps(thing))
             except Exception as cause:
-                found = refusal({what: thing} if given is None else given, _why_not)
+                found = refusal({what: thing} if given is None else given, _pickling_error)
                 raise UsageError(found or f"{what} cannot be sent to another process: {cause}") from cause
     finally:
         context.set_spawning_popen(before)
 
 
-def _why_not(thing: Any) -> Exception | None:
-    """Return why something cannot be pickled, if it cannot."""
+def _pickling_error(thing: Any) -> Exception | None:
+    """Return the reason why something cannot be pickled; None if it can."""
     try:
         cloudpickle.dumps(thing)
     except Exception as cause:
@@ -106,50 +106,50 @@ def _why_not(thing: Any) -> Exception | None:
 
 
 def shared_in(thing: Any) -> dict[int, Any]:
-    """What `thing` holds of descriptors and what processes share, by id: a memo for `copy.deepcopy`, which keeps it.
+    """Return the objects in `thing` that hold descriptors or are shared, by id: a memo that makes `deepcopy` keep them.
 
-    A copy of a connection would have its number too, and close it.
+    A deep copy of a connection would hold the same descriptor number, and close it.
     """
     found: dict[int, Any] = {}
-    kinds = _table().keys()
+    kinds = _reducer_table().keys()
 
     class Finder(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, one: Any) -> str | None:
             if isinstance(one, Tensor):
-                return "a tensor"  # copied as it always is
+                return "a tensor"  # copied as usual
             if type(one) in kinds or any(c.__module__.startswith("multiprocessing.") for c in type(one).__mro__):
                 found[id(one)] = one
                 return "shared"
             return None
 
-    with contextlib.suppress(Exception):  # what else it cannot copy is the copy's to tell
+    with contextlib.suppress(Exception):  # the copy itself reports whatever else it cannot copy
         Finder(io.BytesIO()).dump(thing)
     return found
 
 
 # ---- reducers, while something is packed ---------------------------------------------------------------------------
 
-_SPAWNED_MAIN = "__mp_main__"  # elsewhere that is another name of `__main__`
-_entered: dict[type, Callable[[Any], Any]] = {}
-_by_value: ModuleType | None = None  # the script, while it is registered
+_SPAWNED_MAIN = "__mp_main__"  # elsewhere this is another name of `__main__`
+_registered: dict[type, Callable[[Any], Any]] = {}
+_registered_script: ModuleType | None = None  # the main script, while it is registered
 _users = 0
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _reducers(popen: PackingPopen | None) -> Iterator[None]:
-    """Inside, in this thread, what holds descriptors is reduced for `popen`, or refused where there is none."""
-    global _users, _by_value
+    """Within the block and in this thread, reduce what holds descriptors for `popen`, or refuse it if that is None."""
+    global _users, _registered_script
     with _lock:
         _users += 1
         script = sys.modules.get(_SPAWNED_MAIN)
         known = cloudpickle.list_registry_pickle_by_value()
         if script is not None and script.__name__ == _SPAWNED_MAIN and _SPAWNED_MAIN not in known:
             cloudpickle.register_pickle_by_value(script)
-            _by_value = script
-        for kind, reducer in _table().items():
+            _registered_script = script
+        for kind, reducer in _reducer_table().items():
             if kind not in copyreg.dispatch_table:
-                copyreg.dispatch_table[kind] = _entered[kind] = _guarded(reducer)
+                copyreg.dispatch_table[kind] = _registered[kind] = _guarded(reducer)
         _copies_text[io.TextIOWrapper] = _refuse_text
         cloudpickle.Pickler.reducer_override = _refuse_numbers
     before = here.popen, here.refusing
@@ -161,23 +161,23 @@ def _reducers(popen: PackingPopen | None) -> Iterator[None]:
         with _lock:
             _users -= 1
             if not _users:
-                for kind in _entered:
+                for kind in _registered:
                     copyreg.dispatch_table.pop(kind, None)
-                _entered.clear()
+                _registered.clear()
                 _copies_text[io.TextIOWrapper] = _copy_text
                 cloudpickle.Pickler.reducer_override = _override
-                if _by_value is not None:
-                    cloudpickle.unregister_pickle_by_value(_by_value)
-                    _by_value = None
+                if _registered_script is not None:
+                    cloudpickle.unregister_pickle_by_value(_registered_script)
+                    _registered_script = None
 
 
-def _table() -> dict[type, Callable[[Any], Any]]:
-    """How each kind is reduced: ours, and what others have entered for `multiprocessing` (ctypes of shared memory)."""
+def _reducer_table() -> dict[type, Callable[[Any], Any]]:
+    """Return the reducer of each type: ours, and those registered with `multiprocessing` (ctypes in shared memory)."""
     registered = cast(dict[type, Any], reduction.ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
     found = {
         kind: reducer
         for kind, reducer in list(registered.items())
-        # Python's own of functions are cloudpickle's affair; torch's would share every tensor, ours those that are.
+        # cloudpickle handles functions, which Python's reduce. torch's would share all tensors, ours only shared ones.
         if reducer.__module__ != reduction.__name__ and kind.__module__.partition(".")[0] != "torch"
     }
     for (module, name), prepare in _prepared.items():
@@ -190,7 +190,7 @@ _prepared: dict[tuple[str, str], Callable[[Any], None]] = {}
 
 
 def before_packing(module: str, name: str, prepare: Callable[[Any], None]) -> None:
-    """Call `prepare` with what is of this class when it is packed for processes of this machine."""
+    """Call `prepare` with each instance of this class that is packed for processes of this machine."""
     _prepared[module, name] = prepare
 
 
@@ -214,17 +214,17 @@ def _guarded(reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _refuse_text(file: io.TextIOWrapper) -> Any:
-    """cloudpickle would send the content of a file that is open for reading, and call the copy a file."""
+    """Refuse an open text file: of one open for reading, cloudpickle would send the content and call that a file."""
     if here.popen is None and not here.refusing:
         return _copy_text(file)
-    for name in ("stdout", "stderr"):  # those are the other process's own
+    for name in ("stdout", "stderr"):  # the other process has its own
         if file in (getattr(sys, name), getattr(sys, f"__{name}__")):
             return getattr, (sys, name)
     raise pickle.PicklingError("its descriptor would be another one there")
 
 
 def _refuse_numbers(pickler: Any, thing: Any) -> Any:
-    """Refuse an object that wraps a descriptor: it would take it along as a number."""
+    """Refuse an object that wraps a descriptor, which it would take along as a number."""
     ours = here.popen is not None or here.refusing
     if ours and (number := holds_number(thing)) is not None and type(thing) not in pickler.dispatch_table:
         raise pickle.PicklingError(f"descriptor {number} would be another one there")

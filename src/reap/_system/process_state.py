@@ -1,7 +1,7 @@
-"""What a child process has of its parent from the moment it is started, and what it does for others at its end.
+"""What a child takes over from its parent when it is started, and what it does for other processes at its end.
 
-The process that forks children was started before: import path, directory, environment variables and the key by which
-processes of `multiprocessing` know each other are handed to each child as they are when it is asked for.
+The process that forks children was started earlier. So each child is sent the parent's import path, directory,
+environment variables, and `multiprocessing`'s authentication key, as they are when the child is requested.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import threading
 
 
 def state_for_child() -> bytes:
-    """This process's state, for a child."""
+    """Return the state of this process that a child takes over."""
     key = bytes(multiprocessing.current_process().authkey)
     return pickle.dumps((sys.path, os.getcwd(), dict(os.environ), key))
 
 
 def adopt(state: bytes) -> None:
-    """Take over what the parent has."""
+    """Take over the parent's state."""
     sys.path[:], directory, environment, key = pickle.loads(state)
     with contextlib.suppress(OSError):
         os.chdir(directory)
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
-    multiprocessing.current_process().authkey = key  # managers, and whoever sends a tensor, ask for it
+    multiprocessing.current_process().authkey = key  # for managers and for sending tensors
 
 
 def finish_sharing(patience: float) -> None:
-    """What a process of `multiprocessing` does at its end: queues send what was put into them, managers are left.
+    """Do what a process of `multiprocessing` does at its end: let queues send what was put, and disconnect managers.
 
-    For so many seconds at most: a queue that nobody reads would hold it for ever.
+    For at most `patience` seconds: a queue that nobody reads would block for ever.
     """
     if multiprocessing.util._finalizer_registry:  # type: ignore[attr-defined]
         work = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Child processes that start fast, set themselves up, and never outlive the one that asked for them.
+"""Child processes that start fast, set themselves up, and never outlive the process that started them.
 
     this process ══ request ══► fork server (torch imported, nothing run) ── fork ──► child
          ▲ ▲                        │                                                   │
@@ -6,22 +6,22 @@
          └────── line ◄═════════════════════════════════════════════════════════════════┘
 
 Every way this can end, and what follows:
-- there is no room for another process, or no memory: the server says so in place of the pid, and lives on;
-- the child returns or raises: the server reaps it, its exit code comes through the status pipe;
-- the child is killed, runs out of memory, segfaults: the same, the code is a negative signal number, and what
-  faulthandler could say lies in the child's `stack`;
+- the system has no room or no memory for another process: the server reports that in place of the pid, and goes on;
+- the child returns or raises: the server reaps it, and its exit code comes through the status pipe;
+- the child is killed, runs out of memory, segfaults: the same, with a negative signal number as the code, and the
+  child's `stack` holds what faulthandler could write;
 - this process closes the child: `close` → SIGTERM, which unwinds the child's stack (a worker's once its env has ended
-  the step it is in, or at the second one) → SIGKILL, by one deadline;
-- this process ends, however it ends: the request socket closes, or, where a fork of this process keeps it open, the
-  kernel tells the server (PR_SET_PDEATHSIG); it terminates its children, then kills them;
-- signals to this process's group (`timeout`, a closed terminal) end this process, and so the line above follows;
-- what a child has started itself and left behind is killed with it (see fork_server/orphans.py);
+  the step it is in, or at the second SIGTERM) → SIGKILL, by one deadline;
+- this process ends in any way: the request socket closes, or, where a fork of this process keeps it open, the kernel
+  notifies the server (PR_SET_PDEATHSIG); the server terminates its children, then kills them;
+- signals to this process's group (`timeout`, a closed terminal) end this process, and so the previous line follows;
+- a program that a child has started and left behind is killed with it (see fork_server/orphans.py);
 - the server is killed: the kernel kills its children (PR_SET_PDEATHSIG), their status pipes close without a code, and
-  whoever sees that here kills what they had started.
+  this process kills the programs they had started once it notices.
 
-Nothing of the parent is imported again in a child: targets travel by cloudpickle (pickling.py), so scripts need no main
+A child imports none of the parent's modules again: targets travel by cloudpickle (pickling.py), so scripts need no main
 guard, and lambdas, closures and notebooks work. The parent's start method, threads, signals and environment are left
-alone; a child has its environment as it is then (process_state.py).
+alone; a child gets the environment of the moment it is started (process_state.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Literal
 from reap._system.fork_server.child import NOT_UNPACKED
 from reap._system.fork_server.client import ForkServer, common_fork_server, why_not_started
 from reap._system.fork_server.orphans import end_programs_of
-from reap._system.fork_server.server import WORD
+from reap._system.fork_server.server import STATUS
 from reap._system.forks import guard
 from reap._system.messages import MessageSocket
 from reap._system.pickling import Packed
@@ -47,18 +47,18 @@ from reap._system.process_state import state_for_child
 from reap._system.remote_errors import RemoteTraceback
 from reap._system.shared_objects.descriptors import OwnedFd, send_fds
 from reap._system.silence import silent_error
-from reap._system.stacks import STACK_FILE, ask_process, processes_below, told_after
+from reap._system.stacks import STACK_FILE, polled_text, process_stacks, processes_below
 from reap._system.temporary import anonymous_file
 from reap.errors import UsageError, WorkerDied, WorkerSilent
 
 StartMethod = Literal["forkserver", "spawn"]
 
-DEADLINE = 5.0  # seconds within which whatever is closed has ended
-LAST_STEP = 1.0  # seconds of those that a child has for the step of an env it is in
+DEADLINE = 5.0  # seconds within which everything that is closed has ended
+LAST_STEP = 1.0  # seconds of those that a child has to finish the step its env is in
 GOODBYE = 0.3  # seconds a remote worker that was told to stop has before SIGTERM
-LEAVE = 2.0  # seconds a thread that waits has to leave, when what it waits for is closed
-BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
-SOON = 0.5  # seconds that one which was silent has, once it is told to end
+LEAVE = 2.0  # seconds a waiting thread has to return, when what it waits for is closed
+BOOT = 60.0  # seconds beyond the user's deadline for a child's first message: importing torch is not the user's code
+SOON = 0.5  # seconds a child that was found silent has, once it is told to end
 _ENDS = {
     "SIGKILL": "was killed by SIGKILL (out of memory, or killed by somebody)",
     "SIGSEGV": "was killed by SIGSEGV (a crash in native code)",
@@ -71,7 +71,7 @@ _ENDS = {
 class Child:
     """A process that runs `target(connection, fds)`.
 
-    `line` talks to it, `sentinel` becomes readable when it is gone (and once before: its pid comes that way).
+    `line` exchanges messages with it. `sentinel` becomes readable when it is gone, and once before: it carries the pid.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Child:
         self.name = name
         self.exitcode: int | None = None
         self._pid: int | None = None
-        self._refused: int | None = None  # the errno, if it could not be forked
-        self._orphaned = False  # whether it went with its server
-        self.silent = False  # whether it was found to be: `end` is quick with it
-        self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
-        self._in_fork = False  # this is a copy of it, in a fork
+        self._fork_errno: int | None = None  # the errno, if it could not be forked
+        self._died_with_server = False  # whether it was killed together with its server
+        self.silent = False  # whether it was found silent: `end` gives it less time
+        self._status_lock = threading.RLock()  # two threads may ask at once; a finalizer may ask again in one of them
+        self._in_fork = False  # whether this object is a copy in a fork
         guard(self)
-        self._own: ForkServer | None = None
+        self._own_server: ForkServer | None = None
         with contextlib.ExitStack() as undo:
             try:
                 self._start(start, fds, target.fds, undo)
@@ -106,13 +106,13 @@ class Child:
         self.line.say(target.data)
 
     def in_fork(self, why: str) -> None:
-        """Its words are the parent's to hear: nothing is read or signalled from here."""
+        """Read and signal nothing from here on: the child's messages are for the parent of this fork."""
         self._in_fork, self._pid = True, self._pid or 0
 
     def _start(
         self, start: StartMethod, fds: Sequence[int], sent: Sequence[OwnedFd], undo: contextlib.ExitStack
     ) -> None:
-        """Open what ties us to it, and ask for it; `undo` closes what was opened, should something fail."""
+        """Open the pipes and sockets to the child, and request it; `undo` closes them, should something fail."""
         ours, theirs = socket.socketpair()
         undo.enter_context(ours)
         with theirs:
@@ -122,69 +122,69 @@ class Child:
                 self._stack = anonymous_file(STACK_FILE)
                 undo.callback(os.close, self._stack)
                 if start == "spawn":
-                    self._own = ForkServer(())
-                    undo.callback(self._own.close)
-                server = self._own or common_fork_server()
+                    self._own_server = ForkServer(())
+                    undo.callback(self._own_server.close)
+                server = self._own_server or common_fork_server()
                 self._server = server.name
-                # A server that was just killed: `tell` closes without a word, the child is gone.
+                # the server may have just been killed: then `tell` closes without a pid, and the child counts as gone
                 with contextlib.suppress(ConnectionError):
                     server.fork([tell, theirs.fileno(), self._stack, *fds])
             finally:
                 os.close(tell)
-        send_fds(ours, sent)  # first: nothing else is on its way yet
+        send_fds(ours, sent)  # first: nothing else may be on its way yet
         self.line = MessageSocket(ours)
 
     @property
     def pid(self) -> int:
-        """Its number; 0 if it never lived. Waits until the server has forked it."""
-        with self._word_lock:
+        """The pid, 0 if it never ran; waits until the server has forked it."""
+        with self._status_lock:
             if self._pid is None:
-                self._hear_pid()
+                self._read_pid()
             return self._pid or 0
 
     @property
     def label(self) -> str:
-        """Its number as errors show it, after a name; empty if it never lived."""
+        """The pid as errors show it after a name; empty if the child never ran."""
         return f" (pid {self.pid})" if self.pid else ""
 
-    def _hear_pid(self) -> None:
-        word = self._word() or 0
-        self._pid, self._refused = max(word, 0), -word if word < 0 else None
+    def _read_pid(self) -> None:
+        word = self._read_status() or 0
+        self._pid, self._fork_errno = max(word, 0), -word if word < 0 else None
 
-    def _word(self) -> int | None:
-        data = os.read(self.sentinel, WORD.size)
-        return None if len(data) < WORD.size else int(WORD.unpack(data)[0])
+    def _read_status(self) -> int | None:
+        data = os.read(self.sentinel, STATUS.size)
+        return None if len(data) < STATUS.size else int(STATUS.unpack(data)[0])
 
     def gone(self, timeout: float = 0.0) -> bool:
-        """Return whether it has ended, waiting up to `timeout` seconds for it; to a fork everybody is gone."""
+        """Return whether it has ended, waiting up to `timeout` seconds for that; in a fork every child is gone."""
         if self._in_fork:
             return True
-        with self._word_lock:
+        with self._status_lock:
             if self.sentinel < 0 or self.exitcode is not None:
                 return True
             if self._pid is None:
                 if not wait([self.sentinel], timeout):
                     return False
-                self._hear_pid()
+                self._read_pid()
             if not wait([self.sentinel], timeout):
                 return False
-            code = self._word()
+            code = self._read_status()
             self.exitcode = -signal.SIGKILL if code is None else code
-            if code is None and self._pid:  # the server went, and took it along
-                self._orphaned = True
+            if code is None and self._pid:  # the server is gone, and the kernel has killed the child with it
+                self._died_with_server = True
                 end_programs_of(self._pid, self._server)
             return True
 
     def how_it_ended(self) -> str:
-        """Return the exit code or signal in words, with what is likely behind it."""
+        """Return the exit code or signal in words, with its likely cause."""
         code = self.exitcode
         if code is None:
             return "is still running"
-        if self._refused is not None:
-            return why_not_started(self._refused)
+        if self._fork_errno is not None:
+            return why_not_started(self._fork_errno)
         if not self._pid:
             return "could not be started: the fork server has ended"
-        if self._orphaned:
+        if self._died_with_server:
             return "was killed by SIGKILL, as the fork server was (out of memory, or killed by somebody)"
         if code >= 0:
             text = self.stack()
@@ -193,12 +193,12 @@ class Child:
         return _ENDS.get(name, f"was killed by {name}")
 
     def stack(self, since: int = 0) -> str:
-        """Return what faulthandler wrote, from that byte on: after a crash, or after `ask_stack`."""
+        """Return what faulthandler has written from byte `since` on: after a crash, or after `ask_stack`."""
         size = os.fstat(self._stack).st_size - since
         return os.pread(self._stack, size, since).decode(errors="replace").strip() if size else ""
 
     def death(self) -> WorkerDied:
-        """Return the error for one that is gone: how it ended, and its last stack if there is one."""
+        """Return the error for a child that is gone: how it ended, and its last stack if there is one."""
         stack = self.stack()
         if stack.startswith(NOT_UNPACKED):
             error = WorkerDied(self.how_it_ended())
@@ -207,42 +207,42 @@ class Child:
         return WorkerDied(self.how_it_ended() + (f"; its last stack:\n{stack}" if stack else ""))
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """Return the error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+        """Return the error for a child that sent nothing for `seconds`, with its stack; kill it if it gives none."""
         return silent_error(self, seconds, timeout)
 
     def ask_stack(self, patience: float = 1.0) -> str:
-        """Return where every thread of the child is right now; empty if it does not even answer signals."""
-        told = os.fstat(self._stack).st_size  # when it was asked before
+        """Return the stack of every thread of the child; empty if it does not even react to signals."""
+        told = os.fstat(self._stack).st_size  # skip stacks written before
         self.signal(signal.SIGUSR1)
-        return told_after(lambda: self.stack(told).encode(), patience)
+        return polled_text(lambda: self.stack(told).encode(), patience)
 
     def ask_stacks(self) -> dict[str, str]:
-        """Return the stacks of all processes of reap's that it has started, by name: those of its lanes."""
+        """Return the stacks of the processes it has started for its lanes, by name."""
         below = processes_below(self.pid) if self.pid else {}
-        return {f"{name} (pid {pid})": ask_process(pid) for pid, name in below.items()}
+        return {f"{name} (pid {pid})": process_stacks(pid) for pid, name in below.items()}
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it is there."""
+        """Send it a signal, if it has not ended."""
         if not self.gone() and self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def release(self) -> None:
-        """Give back descriptors; the child must be gone."""
+        """Close the descriptors; the child must be gone."""
         self.line.close()
-        with self._word_lock:  # another thread may be asking whether it is gone
+        with self._status_lock:  # another thread may be calling `gone`
             fds, self.sentinel, self._stack = (self.sentinel, self._stack), -1, -1
             for fd in fds:
                 if fd >= 0:
                     os.close(fd)
-        if self._own is not None:
-            self._own.close()
+        if self._own_server is not None:
+            self._own_server.close()
 
 
 def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
-    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`.
+    """End all children, which were told to already: SIGTERM after `patience` seconds, SIGKILL before `deadline`.
 
-    To those that were found silent sooner. One that is stopped is woken: now it hears that.
+    Those that were found silent get both sooner. Stopped ones are continued, so that they receive the signal.
     """
     began, left = time.monotonic(), list(children)
     silent = [child for child in left if child.silent]
@@ -258,7 +258,7 @@ def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
 
 
 def _still_there(children: Sequence[Child], until: float) -> list[Child]:
-    """Return those that have not ended at this time, waited for."""
+    """Wait until all of them have ended, or until this time; return those that have not."""
     while (left := [c for c in children if not c.gone()]) and (seconds := until - time.monotonic()) > 0:
         wait([c.sentinel for c in left], seconds)
     return left

@@ -1,4 +1,4 @@
-"""An exception of another process: sent as bytes, raised again here with its cause and its traceback as text."""
+"""Exceptions of another process: sent as bytes, raised again here with their cause and their traceback as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 
 from reap._system.debugging import debugger_left
 from reap._system.pickling import dumps
-from reap.errors import ReapError, WorkerRaised, raised_by
+from reap.errors import ReapError, WorkerRaised, as_raised
 
 
 class RemoteTraceback(Exception):
@@ -20,7 +20,7 @@ class RemoteTraceback(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An error on its way from a child: itself and its cause as bytes, as far as they can be, the traceback as text."""
+    """An error sent by a child: itself and its cause as bytes, as far as they can be pickled, the traceback as text."""
 
     error: bytes
     cause: bytes
@@ -28,16 +28,16 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException, doing: str = "") -> Raised:
-        """Return the message for what was just caught; foreign errors are told as raised by `doing`."""
+        """Return the message for an error just caught; one that is not reap's is reported as raised by `doing`."""
         error = debugger_left(error) or as_reap_error(error, doing)
         text = "".join(traceback.format_exception(error.__cause__ or error))
         return cls(_error_bytes(error), _error_bytes(error.__cause__), text)
 
     def unpack(self) -> ReapError:
-        """The error to raise here: what it was, caused by what caused it, with the remote traceback at the end."""
+        """Return the error to raise here, with its original cause, and the remote traceback at the end of the chain."""
         try:
             raised, cause = pickle.loads(self.error), pickle.loads(self.cause)
-        except Exception:  # of a kind that only the child can import
+        except Exception:  # its class can only be imported in the child
             raised, cause = WorkerRaised(self.text.strip().rsplit("\n", 1)[-1]), None
         error: ReapError = raised if isinstance(raised, ReapError) else WorkerRaised(repr(raised))
         if cause is not None:
@@ -47,16 +47,14 @@ class Raised:
 
 
 def as_reap_error(error: BaseException, doing: str) -> ReapError:
-    """Return an error of reap's own: this one, or one that says that `doing` raised it."""
-    if isinstance(error, ReapError):
-        return error
-    return raised_by(f"{doing} raised", error)
+    """Return `error` if it is one of reap's own, else a `WorkerRaised` that says `doing` raised it."""
+    return as_raised(f"{doing} raised", error)
 
 
 def _error_bytes(error: BaseException | None) -> bytes:
     try:
         data = dumps(error, "an error")
-        pickle.loads(data)  # some exceptions can be written but not read
+        pickle.loads(data)  # some exceptions can be pickled but not unpickled
     except Exception:
         if isinstance(error, ReapError):
             plain = WorkerRaised(str(error.args[0] if error.args else error)).at(lane=error.lane, step=error.step)

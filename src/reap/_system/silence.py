@@ -1,9 +1,9 @@
-"""Silence: how long one that has work may say nothing, and what is done about it then.
+"""Silence: how long a worker that has work may send nothing, and what is done about it then.
 
-    timeout=30     an error after 30 seconds, with the stack of the one that is silent; it is ended
-    timeout=None   a line in the log after `LOGGED_AFTER` seconds, with its stack; it is left alone
+    timeout=30     an error after 30 seconds, with the silent worker's stack; the worker is ended
+    timeout=None   a line in the log after `LOGGED_AFTER` seconds, with its stack; the worker is left alone
 
-Of several that are silent, the one that has been so for longest is told of: the others may be waiting for it.
+If several are silent, the one that has been so for longest is reported: the others may be waiting for it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from reap._system.fork_server.orphans import state_of
 from reap._system.worker_log import record
 from reap.errors import WorkerSilent
 
-LOGGED_AFTER = 60.0  # seconds without a word, where no timeout was given
+LOGGED_AFTER = 60.0  # seconds of silence until a line in the log, if no timeout was given
 
 
 class _Worker(Protocol):
@@ -34,20 +35,20 @@ W = TypeVar("W", bound=_Worker)
 
 
 class Silence:
-    """Watches workers, each of which has been silent since some time. None: it has nothing to do."""
+    """Watches workers, each with the time since which it has been silent, or None if it has nothing to do."""
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self.watched = True  # False: nobody is asked, however long it takes
-        self._logged: dict[int, float] = {}  # the silence of each worker that is in the log already, by its beginning
+        self.watched = True  # False: silence of any length is ignored
+        self._logged: dict[int, float] = {}  # worker → the beginning of its silence that is logged already
 
     @property
     def limit(self) -> float:
-        """Seconds after which something is done."""
+        """Seconds of silence after which something is done."""
         return LOGGED_AFTER if self.timeout is None else self.timeout
 
     def patience(self, workers: Iterable[tuple[_Worker, float | None]]) -> float | None:
-        """Seconds until something may have to be done; None: never, as things are."""
+        """Return the seconds until `check` may have something to do; None: never, as things are."""
         if not self.watched:
             return None
         begun = [s for worker, s in workers if s is not None and self._logged.get(worker.index) != s]
@@ -56,7 +57,7 @@ class Silence:
         return self.timeout
 
     def check(self, workers: Iterable[tuple[W, float | None]]) -> tuple[W, WorkerSilent] | None:
-        """Return the one that has been silent for longer than `timeout`, and the error for it."""
+        """Return a worker that has been silent for `timeout` seconds, and the error for it; with no timeout, log it."""
         if not self.watched:
             return None
         now = time.monotonic()
@@ -71,29 +72,21 @@ class Silence:
 
 
 def silent_error(process: Any, seconds: float, timeout: float | None) -> WorkerSilent:
-    """Return the error for a process that sent nothing for so long, with its stack; one that gives none is killed."""
+    """Return the error for a process that sent nothing for so long, with its stack; kill it if it gives none."""
     process.silent, stack = True, process.ask_stack()
     if not stack:
         stack = "(it does not answer signals)"
-        process.signal(signal.SIGKILL)  # nor will it a goodbye
+        process.signal(signal.SIGKILL)  # it would not react to SIGTERM either
     return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
 
 
 def log(who: str, seconds: float, stack: str) -> None:
-    """Write into the log that somebody is silent."""
+    """Log that a worker or process is silent."""
     where = stack or "(it does not answer signals)"
     text = "%s sent nothing for %.0f s; with timeout=None it is waited for. Its stack:\n%s"
     record("slow", who, text, who, seconds, where)
 
 
 def frozen_first(workers: Sequence[W]) -> list[W]:
-    """Workers of this machine, those that are stopped (SIGSTOP) before the others, who may be waiting for them."""
-    return sorted(workers, key=lambda worker: not _stopped(worker.child.pid))
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] in "Tt"
-    except (OSError, IndexError):  # it is gone; or this is not Linux
-        return False
+    """Return workers of this machine with stopped (SIGSTOP) ones first: the others may be waiting for those."""
+    return sorted(workers, key=lambda worker: state_of(worker.child.pid) not in "Tt")

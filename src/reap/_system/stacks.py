@@ -1,4 +1,4 @@
-"""Where processes are right now: those that a worker has started for its lanes, found without asking the worker."""
+"""Stacks of processes, such as those a worker has started for its lanes, obtained without involving the worker."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import TypeVar
 
 from reap._system.fork_server.orphans import SERVER_NAME, children_of
 
-STACK_FILE = "reap-stack"  # where a child's faulthandler writes, as its descriptors show it
+STACK_FILE = "reap-stack"  # the file a child's faulthandler writes to, as its descriptors show it
 _AT_A_TIME = 16
-_PATIENCE = 1.0  # seconds for a stack to come
+_PATIENCE = 1.0  # seconds a stack may take to arrive
 T = TypeVar("T")
 
 
 def all_at_once(asked: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Ask for many stacks, each of which may take a moment."""
+    """Call all these functions at once, since each stack may take a moment; return the results by key."""
     if not asked:
         return {}
     with ThreadPoolExecutor(min(len(asked), _AT_A_TIME), "reap-stacks") as pool:
@@ -28,20 +28,20 @@ def all_at_once(asked: Mapping[str, Callable[[], T]]) -> dict[str, T]:
 
 
 def processes_below(pid: int) -> dict[int, str]:
-    """Processes of reap's that descend from this one, and what each is called (Linux; elsewhere none)."""
+    """Return reap's processes that descend from this one, with their names (Linux; none elsewhere)."""
     found: dict[int, str] = {}
     for child in children_of(pid):
         with contextlib.suppress(OSError):
             name = Path(f"/proc/{child}/comm").read_text().strip()
-            # The name comes after the handler: who has it does not die of the signal.
+            # A child takes its name after it installs the handler: one with a name does not die of the signal.
             if name.startswith("reap-") and name != SERVER_NAME:
                 found[child] = name
         found |= processes_below(child)
     return found
 
 
-def ask_process(pid: int) -> str:
-    """Where every thread of a process of reap's is right now, whoever has started it; empty if it does not say."""
+def process_stacks(pid: int) -> str:
+    """Return the stacks of all threads of a reap process, whichever process started it; empty if it gives none."""
     with contextlib.suppress(OSError):
         files = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if STACK_FILE in os.readlink(fd)]
         if not files:
@@ -49,14 +49,14 @@ def ask_process(pid: int) -> str:
         with open(files[0], "rb") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, signal.SIGUSR1)
-            return told_after(lambda: os.pread(file.fileno(), 1 << 20, before), _PATIENCE)
+            return polled_text(lambda: os.pread(file.fileno(), 1 << 20, before), _PATIENCE)
     return ""
 
 
-def told_after(read: Callable[[], bytes], patience: float) -> str:
-    """Return what a signal handler of another process writes: read until it is there, and has stopped growing."""
+def polled_text(read: Callable[[], bytes], patience: float) -> str:
+    """Return what another process's signal handler writes: poll until there is text that has stopped growing."""
     until, text = time.monotonic() + patience, b""
-    while time.monotonic() < until:  # a signal handler in another process: there is nothing to wait on
+    while time.monotonic() < until:  # the writer is a signal handler in another process: there is nothing to wait on
         before, text = text, read()
         if text and text == before:
             break

@@ -1,4 +1,4 @@
-"""Threads: waiting for one that was told to end, for so long and no longer; ends that go on in the background."""
+"""Threads: joining one with a deadline, and finishing slow shutdowns in the background."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from collections.abc import Callable
 from reap._system.interrupts import Interrupts
 from reap.errors import WorkerSilent
 
-LINGER = 0.3  # seconds for which an error waits until those that are to be ended have: most do at once
-_LONGEST = 15.0  # seconds for which ends in the background are waited for
-CTRL_C = 0.05  # seconds for which Ctrl-C may wait while a thread is waited for
+LINGER = 0.3  # seconds an error waits for shutdowns to finish: most do at once
+_LONGEST = 15.0  # seconds that background shutdowns are waited for
+CTRL_C = 0.05  # seconds that Ctrl-C may be delayed during `join`
 _endings: set[threading.Thread] = set()
 
 
 def join(thread: threading.Thread, timeout: float, who: str) -> None:
-    """Wait for a thread that was told to end, unless it is this one; `WorkerSilent`, with its stack, if it does not.
+    """Wait for a thread that was told to end, unless it is the caller's; `WorkerSilent`, with its stack, if it is late.
 
-    Ctrl-C is let in now and then: a `Thread.join` that it breaks off may take the thread for one that has ended.
+    Ctrl-C is let in between short joins: one that breaks off `Thread.join` may make the thread look as if it had ended.
     """
     if threading.current_thread() is thread or not thread.ident:
         return
@@ -36,23 +36,23 @@ def join(thread: threading.Thread, timeout: float, who: str) -> None:
 
 
 def stack_of(thread: int) -> str:
-    """Return where the thread with this number is right now."""
+    """Return the current stack of the thread with this ident."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
 
 
 def see_to(ending: Callable[[], None], linger: float | None = None) -> None:
-    """End something: call `ending`, which takes a few seconds at most.
+    """Shut something down: call `ending`, which takes a few seconds at most.
 
-    With `linger`, what takes longer than so many seconds goes on in a thread (see `wait_for_ends`): something is to be
-    told, and a child that is deaf, or closes its env slowly, shall not hold that up.
+    With `linger`, what takes longer than that many seconds goes on in a background thread (see `wait_for_ends`): for
+    callers with an error to raise, which a child that ignores signals, or closes its env slowly, must not delay.
     """
     if linger is not None:
         thread = threading.Thread(target=ending, name="reap-ending", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no room for a thread: we do it ourselves
+        with contextlib.suppress(RuntimeError):  # no room for a thread: do it in this one
             thread.start()
-            atexit.unregister(wait_for_ends)  # once is enough
-            atexit.register(wait_for_ends)  # as late as can be: it comes before others close what is needed for it
+            atexit.unregister(wait_for_ends)  # registered once only
+            atexit.register(wait_for_ends)  # late, to run before the exit handlers of what the shutdown needs
             _endings.add(thread)
             thread.join(linger)
             if not thread.is_alive():
@@ -62,10 +62,10 @@ def see_to(ending: Callable[[], None], linger: float | None = None) -> None:
 
 
 def wait_for_ends() -> None:
-    """Wait for what is being ended while its error was told; a few seconds at most."""
+    """Wait for background shutdowns to finish; a few seconds at most."""
     until = time.monotonic() + _LONGEST
     for thread in list(_endings):
-        if thread is not threading.current_thread():  # in a finalizer it may be
+        if thread is not threading.current_thread():  # in a finalizer it may be the calling one
             thread.join(max(0.0, until - time.monotonic()))
             if not thread.is_alive():
                 _endings.discard(thread)

@@ -1,9 +1,9 @@
-"""What happens to workers, as records of Python's `logging`, under the name `reap.workers`.
+"""Events of workers, as records of Python's `logging` under the name `reap.workers`.
 
-    start    INFO      a worker is there: its env and policy are built
-    end      INFO      it was told to go, and did
-    death    ERROR     it died, raised, or was silent for longer than `timeout`; what is done about it follows
-    restart  WARNING   another took its place
+    start    INFO      the worker is ready: its env and policy are built
+    end      INFO      it was told to end, and did
+    death    ERROR     it died, raised, or was silent for longer than `timeout`; the next record says what follows
+    restart  WARNING   a new worker took its place
     drop     WARNING   the others go on without it
     slow     WARNING   it has been silent for a minute, and no `timeout` was given; with its stack, once
 
@@ -27,7 +27,7 @@ _LEVELS = {
 
 
 def record(event: str, worker: str, text: str, *arguments: object) -> None:
-    """Write down what has happened to a worker; but not when the program ends, and its workers with it."""
+    """Log an event of a worker, unless the program is ending, and its workers with it."""
     if not threading.main_thread().is_alive():
         return
     _log.log(_LEVELS[event], text, *arguments, extra={"event": event, "worker": worker})

@@ -1,12 +1,12 @@
-"""A world you can predict, and checks to run in it. Public: use it for your own envs, policies and backends.
+"""A world you can predict, and checks that run in it. Public: use it for your own envs, policies and backends.
 
 CountingEnv    an env whose every frame follows from its lane, episode and step
-EchoPolicy     a policy whose action says what it saw
+EchoPolicy     a policy whose action tells what it saw
 CountingWorld  the batches the two must produce, computed without reap
 check_backend  one behaviour suite for every backend
 FaultyEnv      an env that raises, exits, crashes, hangs or runs out of memory at a given step; inject does so anywhere
-replay_failure lets a failure that a collector wrote down happen again
-no_leaks       fails if a thread, process, descriptor or shared-memory file stays behind
+replay_failure reproduces a failure that a collector recorded in a file
+no_leaks       fails if a thread, process, descriptor or shared-memory file is left behind
 """
 
 from reap.testing.backend import backend_checks, check_backend

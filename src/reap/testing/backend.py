@@ -23,7 +23,7 @@ LENGTHS = ((3, 1, 5), (2, 2, 7), (4,))
 
 
 def counting_lanes(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Callable[[], Any]:
-    """A factory of one env with a CountingEnv per entry of `lengths`."""
+    """Return a factory of one env with a CountingEnv per entry of `lengths`."""
 
     def make() -> Any:
         if len(lengths) == 1:
@@ -37,7 +37,7 @@ def counting_lanes(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Callable[[
 def _predicted(
     make: Make, frames: int, batches: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS
 ) -> tuple[Any, CountingWorld]:
-    """A collector of so many batches of so many frames, and the world that predicts them."""
+    """Return a collector of `batches` batches of `frames` frames, and the world that predicts them."""
     collector = make(counting_lanes(lengths), EchoPolicy(), frames_per_batch=frames, total_frames=frames * batches)
     return collector, CountingWorld(lengths)
 
@@ -55,7 +55,7 @@ def exact_lanes(make: Make) -> None:
 
 
 def exact_single(make: Make) -> None:
-    """One env comes without a lane dimension."""
+    """A single env's batches have no lane dimension."""
     collector, world = _predicted(make, 7, 10, ((3, 1, 5),))
     for batch in collector:
         assert batch.batch_size == torch.Size([7])
@@ -64,7 +64,7 @@ def exact_single(make: Make) -> None:
 
 
 def batches_are_kept(make: Make) -> None:
-    """Batches that are held on to never change, however many there are; those that are dropped are recycled."""
+    """Batches that the consumer keeps never change, however many there are; dropped ones are recycled."""
     collector, world = _predicted(make, 6, 20)
     kept = list(collector)
     for batch in kept:
@@ -73,7 +73,7 @@ def batches_are_kept(make: Make) -> None:
 
 
 def consumer_may_write(make: Make) -> None:
-    """What the consumer does to its batch is not seen in any later one."""
+    """What the consumer writes into a batch does not appear in any later one."""
     collector, world = _predicted(make, 6, 20)
     for batch in collector:
         assert_same(batch, world.batch(2))
@@ -97,7 +97,7 @@ def iterated_again(make: Make) -> None:
 
 
 def weights_are_explicit(make: Make) -> None:
-    """An update changes the acting weights, counts the version, and both are seen in the frames made after it."""
+    """A weight update changes the acting weights and the version; later frames show both."""
     policy = EchoPolicy()
     collector = make(counting_lanes(), policy, frames_per_batch=6, total_frames=-1, track_policy_version=True)
     first = collector.next()
@@ -105,7 +105,7 @@ def weights_are_explicit(make: Make) -> None:
     with torch.no_grad():
         policy.weight.fill_(2.0)
     collector.update_policy_weights_(policy)
-    for _ in range(20):  # asynchronous backends may still deliver older frames; each must say so
+    for _ in range(20):  # asynchronous backends may still deliver older frames, which must have the older version
         batch = collector.next()
         weight = torch.where(batch["policy_version"] == 0, 1.0, 2.0).unsqueeze(-1)
         mix = torch.tensor([3.0, 5.0, 7.0])
@@ -119,7 +119,7 @@ def weights_are_explicit(make: Make) -> None:
 
 
 def seeds_reproduce(make: Make) -> None:
-    """The same seed gives the same frames again, from the first one on."""
+    """The same seed gives the same frames again, from the first frame on."""
 
     def run() -> Any:
         collector = make(lambda: GymEnv("CartPole-v1"), None, frames_per_batch=50, total_frames=100)
@@ -138,7 +138,7 @@ def seeds_reproduce(make: Make) -> None:
 
 
 def errors_name_their_place(make: Make) -> None:
-    """An env that raises is reported with lane, step and the original exception; the collector is closed."""
+    """An error of an env is raised with lane, step and the original exception; the collector is closed."""
 
     class Boom(CountingEnv):
         def step(self, action: Any) -> Any:
@@ -166,7 +166,7 @@ def errors_name_their_place(make: Make) -> None:
 
 
 def closed_says_so(collector: Any) -> None:
-    """A closed collector refuses with a reason."""
+    """A closed collector refuses to be used, and says why."""
     for use in (collector.next, lambda: next(iter(collector)), lambda: collector.set_seed(0)):
         try:
             use()
@@ -177,7 +177,7 @@ def closed_says_so(collector: Any) -> None:
 
 
 def shuts_down(make: Make) -> None:
-    """Shutdown is idempotent, also by `with`, in the middle of an iteration, and leaves nothing behind."""
+    """Shutdown is idempotent, also after `with` and in the middle of an iteration, and leaves nothing behind."""
     with no_leaks():
         collector = make(counting_lanes(), EchoPolicy(), frames_per_batch=6, total_frames=-1)
         next(iter(collector))
@@ -189,11 +189,11 @@ def shuts_down(make: Make) -> None:
         closed_says_so(collector)
         for _ in make(counting_lanes(), EchoPolicy(), frames_per_batch=6, total_frames=12):
             pass
-        del collector, _  # a batch that is kept keeps its memory
+        del collector, _  # a batch that is kept would keep its memory
 
 
 def state_goes_on(make: Make) -> None:
-    """A state dict carries counters and weights; no id is given to a second trajectory."""
+    """A state dict restores counters and weights, and no trajectory id is used twice."""
     policy = EchoPolicy()
     one = make(counting_lanes(), policy, frames_per_batch=6, total_frames=18)
     before = one.next()
@@ -205,7 +205,7 @@ def state_goes_on(make: Make) -> None:
     rest = list(two)
     assert len(rest) == 2
     ids, over = before["collector", "traj_ids"], before["next", "done"][..., -1, 0]
-    opened = {*ids[..., -1][~over].tolist()}  # these may go on
+    opened = {*ids[..., -1][~over].tolist()}  # these may continue
     assert {*rest[0]["collector", "traj_ids"].reshape(-1).tolist()}.isdisjoint({*ids.reshape(-1).tolist()} - opened)
     assert torch.equal(
         rest[0]["action"], (rest[0]["observation"] * torch.tensor([3.0, 5.0, 7.0])).sum(-1, keepdim=True) * 3.0
@@ -231,7 +231,7 @@ backend_checks: dict[str, Callable[[Make], None]] = {
 
 
 def check_backend(make: Make) -> None:
-    """Run every check; the first that fails says which promise is broken.
+    """Run every check; the first that fails names the broken promise.
 
     >>> check_backend(lambda env, policy, **options: Collector(env, policy, **options))
     """

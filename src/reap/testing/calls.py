@@ -1,4 +1,4 @@
-"""Calls: what a torch env or a PettingZoo env does that rows do not show, seen by watching its `step`.
+"""Calls: mistakes of torch and PettingZoo envs that rows do not show, found by watching calls of their `step`.
 
 torch env      step ─► reset(mask) inside it, whose observations `step` returns with its done flags: wrong
 PettingZoo     step ─► no reward for an agent that acted, or an agent that ended and is still in `env.agents`: remarks
@@ -18,20 +18,20 @@ from reap.envs.adapters.torch_native import TorchLanes
 
 
 class CallWatch:
-    """Watches the envs behind these lanes from now on."""
+    """Watches the envs behind these lanes from its construction on."""
 
     def __init__(self, lanes: Env) -> None:
         self._resets_inside = False
         self._unrewarded: dict[str, None] = {}
         self._staying: dict[str, None] = {}
-        with contextlib.suppress(AttributeError):  # a class that takes no attributes
+        with contextlib.suppress(AttributeError):  # the class allows no new attributes
             if isinstance(lanes, TorchLanes):
                 self._watch_torch(lanes.env)
             for env in getattr(lanes, "parallel_envs", ()):
                 self._watch_agents(env)
 
     def tell(self, wrong: list[str], remarks: list[str]) -> None:
-        """Add what was seen, a sentence each."""
+        """Append a sentence for everything that was noticed."""
         if self._resets_inside:
             wrong.append(
                 "The env resets itself inside step: with its done flag it returns the first observation of the next "
@@ -49,7 +49,7 @@ class CallWatch:
 
     def _watch_torch(self, env: Any) -> None:
         begin, go = env.reset, env.step
-        inside: list[list[tuple[Tensor, Tensor]]] = []  # of the step that runs: each reset's mask and observations
+        inside: list[list[tuple[Tensor, Tensor]]] = []  # resets inside each running step: masks and observations
 
         def reset(mask: Tensor) -> Any:
             first = begin(mask)
@@ -66,7 +66,7 @@ class CallWatch:
             if resets and isinstance(result, (tuple, list)) and len(result) == 4:
                 done = (result[2].bool() | result[3].bool()).reshape(-1)
                 for leaf in _leaves(result[0]):
-                    self._resets_inside |= any(_begun(leaf, done & mask, first) for mask, first in resets)
+                    self._resets_inside |= any(_holds_reset(leaf, done & mask, first) for mask, first in resets)
             return result
 
         env.reset, env.step = reset, step
@@ -90,6 +90,6 @@ def _leaves(observation: Any) -> list[Tensor]:
     return [observation] if isinstance(observation, Tensor) else []
 
 
-def _begun(leaf: Tensor, where: Tensor, first: Tensor) -> bool:
-    """Whether this is what a reset has returned, in the lanes that ended and were reset."""
+def _holds_reset(leaf: Tensor, where: Tensor, first: Tensor) -> bool:
+    """Return whether the lanes that ended and were reset hold what the reset returned."""
     return leaf.shape == first.shape and bool(where.any()) and torch.equal(leaf[where], first[where])

@@ -1,4 +1,4 @@
-"""The predictable world.
+"""The predictable world: an env, a policy, and the batches they must produce.
 
 observation  [lane, episode, step]          action   3·lane + 5·episode + 7·step   (EchoPolicy)
 reward       step + action/8                ends     after lengths[episode mod len(lengths)] steps;
@@ -20,7 +20,7 @@ _ECHO = (3.0, 5.0, 7.0)
 
 
 class CountingEnv(gym.Env[Any, Any]):
-    """Counts its episodes and steps and reports both; takes any number as action and returns it in the reward.
+    """Counts its episodes and steps and reports both; accepts any number as action, and returns it in the reward.
 
     >>> env = CountingEnv(lengths=(3, 1), lane=0)
     >>> env.reset()[0]
@@ -37,7 +37,7 @@ class CountingEnv(gym.Env[Any, Any]):
         self.closed = False
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Begin the next episode; a seed begins the count anew."""
+        """Begin the next episode; a seed restarts the count."""
         super().reset(seed=seed)
         if seed is not None:
             self.seed, self.episode = seed, -1
@@ -46,7 +46,7 @@ class CountingEnv(gym.Env[Any, Any]):
         return self._observation(), {"episode": self.episode}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Make one step: count on, and end the episode where its plan says so."""
+        """Make one step: increase the count, and end the episode when its length is reached."""
         self.t += 1
         over = self.t >= self.lengths[self.episode % len(self.lengths)]
         odd = self.episode % 2 == 1
@@ -57,12 +57,12 @@ class CountingEnv(gym.Env[Any, Any]):
         return np.array([self.lane, self.episode, self.t], np.float32)
 
     def close(self) -> None:
-        """Remember being closed."""
+        """Record that the env was closed."""
         self.closed = True
 
 
 class EchoPolicy(nn.Module):
-    """Its action says what it saw, and, when its one weight is changed, which weight acted."""
+    """Its action tells what it saw, and, once its one weight is changed, which weight acted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class EchoPolicy(nn.Module):
         self.register_buffer("mix", torch.tensor(_ECHO))
 
     def forward(self, observation: Tensor) -> Tensor:
-        """3·lane + 5·episode + 7·step, times the weight."""
+        """Return 3·lane + 5·episode + 7·step, times the weight."""
         mix: Tensor = self.mix  # type: ignore[assignment]
         return (observation * mix).sum(-1, keepdim=True) * self.weight
 
@@ -78,8 +78,8 @@ class EchoPolicy(nn.Module):
 class CountingWorld:
     """The batches a collector must deliver for lanes of CountingEnv under EchoPolicy, computed frame by frame.
 
-    Slow and simple on purpose: it shares no code with the engine. For the share of worker `worker` of `workers`, whose
-    first lane calls itself `first_lane`: such a worker's ids are every `workers`-th number.
+    Slow and simple on purpose: it shares no code with the engine. To predict the share of worker `worker` of `workers`,
+    give its first lane as `first_lane`; the trajectory ids of such a worker are every `workers`-th number.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CountingWorld:
         self.next_id = lanes
 
     def begin_again(self) -> None:
-        """All lanes are reset, as by `reset()` or `reset_at_each_iter`."""
+        """Reset all lanes, as `reset()` and `reset_at_each_iter` do."""
         for lane in range(len(self.lengths)):
             self._next_episode(lane)
 
@@ -112,7 +112,7 @@ class CountingWorld:
         self.next_id += 1
 
     def batch(self, steps: int) -> dict[Any, np.ndarray[Any, Any]]:
-        """The next `steps` frames of every lane: arrays `[lanes, steps, …]` by key."""
+        """Return the next `steps` frames of every lane: arrays `[lanes, steps, …]` by key."""
         lanes = len(self.lengths)
 
         def column(width: int | None, dtype: Any) -> np.ndarray[Any, Any]:
@@ -160,7 +160,7 @@ class CountingWorld:
 
 
 def assert_same(batch: TensorDictBase, expected: dict[Any, np.ndarray[Any, Any]]) -> None:
-    """`batch` holds exactly these columns, bit for bit. One lane may come without a lane dimension."""
+    """Assert that `batch` holds exactly these columns, bit for bit. One lane may lack the lane dimension."""
     got = {k if isinstance(k, tuple) else (k,): v for k, v in batch.items(True, True)}
     assert set(got) == set(expected), f"keys differ: {sorted(map(str, set(got) ^ set(expected)))}"
     for key, want in expected.items():

@@ -1,8 +1,8 @@
-"""check_env: what reap needs from an env, tried out; what is wrong, in plain words.
+"""check_env: tries out whether an env does what reap needs, and reports each problem as a sentence.
 
              ┌─ a Gymnasium env: played alone, and beside a copy, with the same seed and actions ─┐
 make_env() ──┤                                                                                    ├─► sentences
-             └─ any other: collected from, alone and beside a copy; the rows are judged (rows.py) ┘
+             └─ any other: collected from, alone and beside a copy; its rows are checked (rows.py) ┘
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from reap.testing.values import equal
 
 
 def check_env(make_env: Callable[[], Any], *, steps: int = 200) -> list[str]:
-    """Try an env and raise an AssertionError that lists all that is wrong with it, one sentence each.
+    """Try an env, and raise an AssertionError that lists every problem in one sentence each.
 
-    Returns remarks: things that are allowed, and worth knowing. NumPy's, Python's and torch's generators are put back.
+    Returns remarks: things that are allowed, but worth knowing. The state of NumPy's, Python's and torch's random
+    generators is restored.
 
     >>> check_env(lambda: gymnasium.make("CartPole-v1"))
     []
 
     Args:
-        make_env: makes an env of any kind a collector accepts; called several times.
-        steps: how long to play.
+        make_env: a factory of any kind of env a collector accepts; it is called several times.
+        steps: how many steps to play.
     """
     if not callable(make_env) or is_env(make_env):
         raise AssertionError("check_env takes a factory, not a finished env: several copies are needed to compare")
     wrong: list[str] = []
     remarks: list[str] = []
     with generators.kept():
-        _travels(make_env, wrong)
-        env = _made(make_env, wrong)
-        other = None if env is None else _made(make_env, wrong)
+        _check_picklable(make_env, wrong)
+        env = _make(make_env, wrong)
+        other = None if env is None else _make(make_env, wrong)
         if env is not None and other is not None:
             if _same_object(env, other):
                 wrong.append("The factory returned the same env object twice; it must make a new one each time.")
@@ -56,14 +57,14 @@ def check_env(make_env: Callable[[], Any], *, steps: int = 200) -> list[str]:
     return remarks
 
 
-def _travels(make_env: Callable[[], Any], wrong: list[str]) -> None:
+def _check_picklable(make_env: Callable[[], Any], wrong: list[str]) -> None:
     try:
-        pack(make_env, "it")  # not loaded: in this process that would change classes that travel by value
+        pack(make_env, "it")  # not unpacked: in this process that would change classes that are pickled by value
     except Exception as cause:
         wrong.append(f"The factory cannot be sent to a worker process: pickling it raised {cause!r}.")
 
 
-def _made(make_env: Callable[[], Any], wrong: list[str]) -> Any:
+def _make(make_env: Callable[[], Any], wrong: list[str]) -> Any:
     try:
         env = make_env()
     except Exception as cause:
@@ -97,18 +98,18 @@ def _check_gymnasium(
     first = Player(env, wrong, remarks)
     alone = first.play(steps)
     if not wrong:
-        generators.scatter(2)  # what depends on them will differ
+        generators.scatter(2)  # an env that draws from the global generators will differ
         again = Player(other, [], []).play(steps)
-        _compare(alone, again, wrong)
+        _check_reproducible(alone, again, wrong)
     if not wrong:
-        _beside(env, make_env, alone, steps, wrong, remarks)
+        _check_independence(env, make_env, alone, steps, wrong, remarks)
     for copy in (env, other):
-        _lives(copy, wrong)
+        _check_close(copy, wrong)
     if not wrong:
-        _fits(make_env, wrong)
+        _check_accepted(make_env, wrong)
 
 
-def _beside(
+def _check_independence(
     env: gym.Env[Any, Any],
     make_env: Callable[[], Any],
     alone: list[Any],
@@ -116,14 +117,14 @@ def _beside(
     wrong: list[str],
     remarks: list[str],
 ) -> None:
-    """Play a copy in turns with another that has other seeds and actions: it must not notice."""
+    """Play a copy in turns with another that has other seeds and actions, and check that it is not affected."""
     one, two = make_env(), make_env()
     watch = ResetWatch(two)
     player, neighbour = Player(one, [], []), Player(two, [], [], seed=SEED + 1)
     moves, others = player.moves(steps), neighbour.moves(steps)
     for _ in moves:
         next(others, None)
-    if player.broke or not _same(alone, player.story):
+    if player.failed or not _same(alone, player.history):
         wrong.append(SHARED_STATE)
     if watch.caught:
         wrong.append(
@@ -133,10 +134,10 @@ def _beside(
     if any(isinstance(layer, gym.wrappers.Autoreset) for layer in layers(env)):
         remarks.append("The Autoreset wrapper is not needed: reap resets when an episode ends.")
     for copy in (one, two):
-        _lives(copy, wrong)
+        _check_close(copy, wrong)
 
 
-def _compare(first: list[Any], again: list[Any], wrong: list[str]) -> None:
+def _check_reproducible(first: list[Any], again: list[Any], wrong: list[str]) -> None:
     if len(first) != len(again):
         wrong.append(f"Two copies with the same seed ({SEED}) and actions had episodes of different length.")
         return
@@ -153,7 +154,7 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(equal, one, other))
 
 
-def _lives(env: gym.Env[Any, Any], wrong: list[str]) -> None:
+def _check_close(env: gym.Env[Any, Any], wrong: list[str]) -> None:
     for time in ("once", "twice"):
         try:
             env.close()
@@ -163,7 +164,7 @@ def _lives(env: gym.Env[Any, Any], wrong: list[str]) -> None:
             return
 
 
-def _fits(make_env: Callable[[], Any], wrong: list[str]) -> None:
+def _check_accepted(make_env: Callable[[], Any], wrong: list[str]) -> None:
     try:
         as_env(make_env).close()
     except ReapError as cause:

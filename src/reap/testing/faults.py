@@ -1,12 +1,12 @@
-"""Faults: what can happen to a worker, on purpose. For tests of your own set-up: does it notice, does it clean up?
+"""Faults: what can happen to a worker, caused on purpose. For tests of your own setup: does it notice, and clean up?
 
-raise     an exception                     stop   SIGSTOP: there, but frozen
+raise     an exception                     stop   SIGSTOP: alive, but frozen
 exit      os._exit(3)                      hang   waits for ever; signals still reach it
-kill      SIGKILL, as the kernel's         deaf   waits for ever, as native code would: no signal but SIGKILL helps
+kill      SIGKILL, as the kernel's         deaf   waits for ever, like native code: no signal but SIGKILL helps
           out-of-memory killer sends it    oom    an allocation beyond the process's limit: MemoryError
-segfault  reads address 0                  disk   a file that may not grow: OSError, as from a disk that is full
-                                           descriptors  all but the standard ones are closed under it; it goes on,
-                                                        until it needs one
+segfault  reads address 0                  disk   a file that may not grow: OSError, as from a full disk
+                                           descriptors  closes all but the standard ones; the worker goes on until it
+                                                        needs one
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from reap.errors import UsageError
 
 Fault = Literal["raise", "exit", "kill", "segfault", "hang", "deaf", "stop", "oom", "disk", "descriptors"]
-_ROOM = 1 << 26  # what `oom` leaves to the process, in bytes; it asks for sixteen times as much
+_ROOM = 1 << 26  # bytes of memory that `oom` leaves to the process; it requests sixteen times as much
 
 
 class FaultyEnv(gym.Wrapper[Any, Any, Any, Any]):
@@ -36,10 +36,10 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any]):
     >>> collector = MultiSyncCollector([lambda: FaultyEnv(gym.make("CartPole-v1"), at=7, fault="kill")], …)
 
     Args:
-        env: what it does until then.
-        at: the call that fails.
-        fault: how; see the module.
-        where: which method counts: "step", "reset" or "close".
+        env: the env to step until then.
+        at: the number of the call that fails.
+        fault: how it fails; see the module.
+        where: the method whose calls count: "step", "reset" or "close".
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def inject(fault: Fault) -> None:
-    """Let it happen here and now, to this process."""
+    """Cause the fault in this process, now."""
     if fault == "raise":
         raise RuntimeError("an injected fault")
     if fault == "exit":
@@ -104,7 +104,7 @@ def inject(fault: Fault) -> None:
 
 @contextlib.contextmanager
 def full_disk(room: int = 0) -> Iterator[None]:
-    """Inside, no file of this process grows beyond so many bytes: OSError, of the kind that a full disk gives."""
+    """Within the block, no file of this process grows beyond `room` bytes: writing more fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:

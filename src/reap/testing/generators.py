@@ -1,4 +1,4 @@
-"""The generators everybody in a process draws from: looked at, set apart, put back."""
+"""The process-wide random generators: reading, seeding and restoring their states."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NAMES = tuple(
 
 
 def state() -> State:
-    """Return where the three generators are."""
+    """Return the states of the three generators."""
     return np.random.get_state(legacy=False), random.getstate(), torch.get_rng_state()
 
 
 def put(there: State) -> None:
-    """Put the generators where `state` found them."""
+    """Restore the states that `state` returned."""
     np.random.set_state(there[0])
     random.setstate(there[1])
     torch.set_rng_state(there[2])
@@ -38,7 +38,7 @@ def scatter(seed: int) -> None:
 
 
 def moved(before: State, after: State) -> list[str]:
-    """The names of those that are no longer where they were."""
+    """Return the names of the generators whose state has changed."""
     same = (
         pickle.dumps(before[0]) == pickle.dumps(after[0]),
         before[1] == after[1],
@@ -49,7 +49,7 @@ def moved(before: State, after: State) -> list[str]:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Whatever happens inside, they are put back."""
+    """Restore the generators after the block, however it ends."""
     before = state()
     try:
         yield

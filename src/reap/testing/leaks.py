@@ -1,4 +1,4 @@
-"""no_leaks: what was opened inside must be closed at the end."""
+"""no_leaks: checks that everything opened within a block is closed at its end."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reap._system.fork_server.client import kept_fork_server
-from reap._system.fork_server.orphans import is_resource_tracker
+from reap._system.fork_server.orphans import children_of, is_resource_tracker
 from reap._system.threads import wait_for_ends
 
-# Seconds for what has ended to be gone: a process or a thread may be seen a moment after its end was told. And a
-# stranger's shared memory may be seen a moment before he maps it, or for a while after he was killed.
+# Seconds until something that has ended must be gone: a process or thread may be visible for a moment after its end was
+# reported, and another program's shared memory for a moment before it is mapped, or for a while after it was killed.
 PATIENCE = 15.0
 _RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 @contextlib.contextmanager
 def no_leaks(*, sockets: bool = True, libraries: bool = True) -> Iterator[None]:
-    """Fails with the names of threads, processes, file descriptors or shared-memory files left behind.
+    """Fail with the names of threads, processes, file descriptors or shared-memory files left behind.
 
     >>> with no_leaks():
     ...     Collector("CartPole-v1", frames_per_batch=10).shutdown()
 
-    `sockets`: False leaves them out. Ray, in this process, opens and closes its own when it likes.
-    `libraries`: False leaves out what torch, `multiprocessing` and others may keep from their first use on for as long
-    as the program runs: threads and descriptors that are not reap's, and shared memory, of which nobody is the owner.
+    `sockets`: False leaves them out. Ray, in this process, opens and closes its own at any time.
+    `libraries`: False leaves out what torch, `multiprocessing` and others may keep from first use until the program
+    ends: threads and descriptors that are not reap's, and all shared memory, since its owner is unknown.
     """
     before = _everything()
     yield
-    wait_for_ends()  # first: who ends something holds it
+    wait_for_ends()  # first: background shutdowns hold references
     until = time.monotonic() + PATIENCE
     while (left := _new(before, sockets, libraries)) and time.monotonic() < until:
-        gc.collect()  # slow in a large program: only where it could make a difference; what ends may leave more
+        gc.collect()  # slow in a large program, so only where something is left; shutdowns may leave more garbage
         wait_for_ends()
         time.sleep(0.01)
     assert not left, "left behind: " + "; ".join(f"{what}: {', '.join(names)}" for what, names in left.items())
 
 
 def _new(before: dict[str, set[str]], sockets: bool, libraries: bool) -> dict[str, list[str]]:
-    """What is there now and was not then, by kind."""
+    """Return what is there now and was not there before, by kind."""
     new = {what: names - before[what] for what, names in _everything().items()}
     if not libraries:
         new["threads"] = {name for name in new["threads"] if name.startswith("reap")}
@@ -67,24 +67,23 @@ def _everything() -> dict[str, set[str]]:
 
 
 def _children() -> set[str]:
-    """All that descends from this process, by pid (Linux); not the helper that is kept to start more."""
+    """Return all descendants of this process, by pid (Linux), except the fork server that is kept."""
     pid, _ = kept_fork_server() or (None, None)
     return {f"pid {one}" for one in _descendants(os.getpid()) if one != pid}
 
 
 def _descendants(ancestor: int) -> set[int]:
     found = set()
-    for task in Path(f"/proc/{ancestor}/task").glob("*/children"):
+    for pid in children_of(ancestor):
         with contextlib.suppress(OSError):
-            for pid in map(int, task.read_text().split()):
-                if is_resource_tracker(pid):
-                    continue  # Python's own, one for all processes of a program
-                below = _descendants(pid)
-                if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":
-                    found |= {pid} | below
-                else:  # a cluster and the pool it keeps are Ray's own; actors are not
-                    actors = {one for one in below if _is_actor(one)}
-                    found |= actors.union(*map(_descendants, actors))
+            if is_resource_tracker(pid):
+                continue  # Python's own, one for all processes of a program
+            below = _descendants(pid)
+            if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":
+                found |= {pid} | below
+            else:  # the cluster and its pool of idle workers are Ray's own; actors are ours
+                actors = {one for one in below if _is_actor(one)}
+                found |= actors.union(*map(_descendants, actors))
     return found
 
 
@@ -96,7 +95,7 @@ def _is_actor(pid: int) -> bool:
 
 
 def _shared_memory() -> set[str]:
-    """Every file in /dev/shm: its inode (semaphores are mapped under one name and listed under another) and name."""
+    """Return all files in /dev/shm: name and inode, since semaphores are mapped under another name than listed."""
     found = set()
     with contextlib.suppress(OSError):
         for entry in os.scandir("/dev/shm"):
@@ -106,7 +105,7 @@ def _shared_memory() -> set[str]:
 
 
 def _mapped_by_strangers() -> set[str]:
-    """Those of them that somebody who is no kin of ours has mapped."""
+    """Return those of these files that a process other than this one and its descendants has mapped."""
     kin = _descendants(os.getpid()) | {os.getpid()}
     inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -123,6 +122,6 @@ def _descriptors() -> set[str]:
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{fd}")
-                if not target.endswith("/fd") and int(fd) != kept:  # the listing's own; the helper's
+                if not target.endswith("/fd") and int(fd) != kept:  # the listing's own; the fork server's
                     found.add(f"{fd} → {target}")
     return found

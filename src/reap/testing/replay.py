@@ -1,4 +1,4 @@
-"""A failure that a collector wrote down happens again, under pdb or in a test of its repair."""
+"""Reproduces a failure that a collector recorded in a file, under pdb or in a test of its fix."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def replay_failure(path: str | Path, *, trusted: bool = False, env: Callable[[],
     >>> replay_failure("failures/reap-failure-20260102-030405-0a1b2c3d.pt", trusted=True)      # under pdb
 
     Args:
-        path: the file an error names, also as its `failure_file`.
-        trusted: the file holds the env's factory as a pickle, which is executed; say True of files that are your own.
-        env: makes the env, where the file's own cannot, or where another is to be tried.
+        path: the file that an error names; it also has it as `failure_file`.
+        trusted: give True for files of your own; the env's factory is a pickle in the file, and is executed.
+        env: a factory of the env, where the file holds none, or to try another one.
     """
     if not trusted:
         raise UsageError(f"{path} holds pickles, which are executed: give trusted=True if the file is your own")
@@ -69,7 +69,7 @@ def _replay(about: Mapping[str, Any], env: Env) -> None:
     env.expect(action)
     current = current_for(spec.observation, spec.lanes)
     seeds = None if about["seed"] is None else [about["seed"]] * spec.lanes
-    if about["start"] is None or about["seed"] is not None:  # else an env that raises in a reset need not be asked
+    if about["start"] is None or about["seed"] is not None:  # else skip the reset, which may raise: its state is loaded
         env.reset(range(spec.lanes), current, seeds)
     if about["start"] is not None:
         env.load_lane_state(lane, about["start"])
@@ -80,7 +80,7 @@ def _replay(about: Mapping[str, Any], env: Env) -> None:
         slot.clear_flags()
         (row,) = slot.cut(RowKeys(spec), current)
         for array, values in zip(row.action, about["actions"]):
-            array[...] = values[t].numpy()  # of every lane, where they step together
+            array[...] = values[t].numpy()  # of all lanes, where they are stepped together
         env.step(acting, row)
     if about["during"] == "reset":
         env.reset([lane] if spec.single_resets else range(spec.lanes), current)

@@ -1,7 +1,7 @@
-"""Does an env begin a new episode inside `step`? Then what ended the last one is lost.
+"""Detects envs that begin a new episode inside `step`, which loses the observation that ended the last one.
 
-wrapper ─► wrapper ─► env       every layer's `reset` is watched while a `step` runs: one that returns what `step` then
-  step ────────────► reset      returns with its done flag has overwritten the last observation
+wrapper ─► wrapper ─► env       every layer's `reset` is watched while a `step` runs: if it returns what `step` then
+  step ────────────► reset      returns with its done flag, it has overwritten the last observation
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import gymnasium as gym
 
 from reap.testing.values import copied, equal
 
-_FINALS = ("final_observation", "final_obs", "terminal_observation")
+_FINAL_KEYS = ("final_observation", "final_obs", "terminal_observation")
 
 
 class ResetWatch:
-    """Watches the layers of an env from now on."""
+    """Watches the layers of an env from its construction on."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         self.caught = False
-        self._resets: list[Any] = []  # what resets inside the step that runs have returned
+        self._resets: list[Any] = []  # what resets inside the running step have returned
         self._depth = 0
         for layer in layers(env):
-            with contextlib.suppress(AttributeError):  # a class that takes no attributes
+            with contextlib.suppress(AttributeError):  # the class allows no new attributes
                 self._watch(layer)
 
     def _watch(self, layer: Any) -> None:
@@ -53,7 +53,7 @@ class ResetWatch:
 
 
 def layers(env: gym.Env[Any, Any]) -> list[gym.Env[Any, Any]]:
-    """The env and all it is wrapped around, from the outside."""
+    """Return the env and the envs it wraps, from the outside in."""
     found = [env]
     while isinstance(found[-1], gym.Wrapper):
         found.append(found[-1].env)
@@ -61,5 +61,5 @@ def layers(env: gym.Env[Any, Any]) -> list[gym.Env[Any, Any]]:
 
 
 def kept_final(observation: Any, info: Any) -> str | None:
-    """The info entry that holds the true last observation, where `step` returned another."""
-    return next((key for key in _FINALS if info.get(key) is not None and not equal(info[key], observation)), None)
+    """Return the info entry that holds the true last observation, where `step` returned another one."""
+    return next((key for key in _FINAL_KEYS if info.get(key) is not None and not equal(info[key], observation)), None)

@@ -1,6 +1,6 @@
-"""Rows: an env of any kind, judged by what a collector makes of it.
+"""Rows: checks an env of any kind by the rows that a collector gets from it.
 
-two copies ─► collect one by one ─► the same rows?      then two more in turns ─► the same rows still?
+two copies ─► collect one by one ─► the same rows?      then two more in turns ─► still the same rows?
                     └─► every successor is where the next row begins, flags agree, no NaN
 """
 
@@ -25,7 +25,7 @@ from reap.testing import generators
 from reap.testing.calls import CallWatch
 
 _SEED = 7
-_BATCHES = 8  # few steps each, so that rows that follow one another lie in different batches too
+_BATCHES = 8  # of few steps each, so that batches end between many rows that follow one another
 _IDS = ("collector", "traj_ids")
 _MASK = ("collector", "mask")
 Columns = dict[tuple[str, ...], Tensor]
@@ -38,33 +38,33 @@ SHARED_STATE = (
 def check_rows(
     env: Any, other: Any, make_env: Callable[[], Any], steps: int, wrong: list[str], remarks: list[str]
 ) -> None:
-    """Collect from two copies with random actions; what is wrong with the rows goes to `wrong`."""
+    """Collect from two copies with random actions; append what is wrong with the rows to `wrong`."""
     one = _Stream.of(lambda: env, steps, wrong, remarks)
     if one is None:
         return
-    first = one.all(wrong)
+    first = one.collect_rest(wrong)
     one.watch.tell(wrong, remarks)
     if first is None:
         return
-    _chain(first, wrong)
-    _flags(first, wrong)
-    _numbers(first, wrong)
-    _finals(first, remarks)
-    if _IDS in first and not _over(first).any():
+    _check_successors(first, wrong)
+    _check_flags(first, wrong)
+    _check_nan(first, wrong)
+    _check_finals(first, remarks)
+    if _IDS in first and not _episode_ends(first).any():
         remarks.append(f"No episode ended in {steps} steps; if that is meant, consider max_frames_per_traj.")
     two = _Stream.of(lambda: other, steps, wrong, [])
-    again = None if two is None else two.all(wrong)
+    again = None if two is None else two.collect_rest(wrong)
     if again is None or two is None:
         return
     if not _same(first, again):
         if two.seeded:
             wrong.append(f"Two copies with the same seed ({_SEED}) and actions differ: seed every random draw.")
         return
-    _beside(make_env, first, steps, wrong)
+    _check_independence(make_env, first, steps, wrong)
 
 
 class _Stream:
-    """A collector with random actions, seeded, and generators of its own: what others draw meanwhile is not seen."""
+    """A collector with random actions, seeded, and with generators of its own: draws of others do not affect it."""
 
     def __init__(self, make: Callable[[], Any], steps: int, seed: int) -> None:
         env = as_env(make())
@@ -87,7 +87,7 @@ class _Stream:
 
     @staticmethod
     def of(make: Callable[[], Any], steps: int, wrong: list[str], remarks: list[str], seed: int = _SEED) -> Any:
-        """Return a stream, or None if it cannot be made, which goes to `wrong`."""
+        """Return a stream; None if it cannot be made, after appending the reason to `wrong`."""
         try:
             stream = _Stream(make, steps, seed)
         except ReapError as cause:
@@ -97,8 +97,8 @@ class _Stream:
             remarks.append(f"It takes no seed: {stream.refused}.")
         return stream
 
-    def more(self) -> bool:
-        """One batch; whether there was one to make."""
+    def collect_one(self) -> bool:
+        """Collect one batch; return False if there was none left to collect."""
         if not self._left:
             return False
         self._left -= 1
@@ -110,10 +110,10 @@ class _Stream:
         self._batches.append(_columns(batch))
         return True
 
-    def all(self, wrong: list[str]) -> Columns | None:
-        """What is left, as one row of columns per lane; None if that fails."""
+    def collect_rest(self, wrong: list[str]) -> Columns | None:
+        """Collect the rest; return all batches joined as columns `[lanes, time, …]`, or None if that fails."""
         try:
-            while self.more():
+            while self.collect_one():
                 pass
         except ReapError as cause:
             wrong.append(f"Collecting from it failed: {cause}.")
@@ -135,7 +135,7 @@ class _Stream:
 
 
 class _ActionsByLane(Policy):
-    """Random actions that belong to lanes: a lane's n-th is the same, whichever lanes are ready before it."""
+    """Random actions that belong to lanes: a lane's n-th is the same, whichever lanes were ready before it."""
 
     def __init__(self, spec: EnvSpec, seed: int) -> None:
         self._masks = action_masks(spec)
@@ -148,7 +148,7 @@ class _ActionsByLane(Policy):
         legal = dict(zip(self._masks, masks))
         before = torch.get_rng_state()
         for at, lane in enumerate(lanes.tolist()):
-            if lane < 0:  # nobody stands there, but what is written is looked through with the others
+            if lane < 0:  # no lane at this position, but all written actions are validated together
                 for column in row.outputs:
                     column[at] = column[0]
                 continue
@@ -160,18 +160,18 @@ class _ActionsByLane(Policy):
 
 
 def _allowed(leaf: Leaf, mask: Tensor) -> Tensor:
-    """Return one of the actions that a mask allows, as this leaf has it."""
+    """Return a random action that a mask allows, encoded as this leaf is."""
     index = legal_choice(mask)
     return (torch.nn.functional.one_hot(index, leaf.n) if leaf.one_hot else index).reshape(leaf.shape)
 
 
 def _columns(batch: TensorDictBase) -> Columns:
-    """The tensor columns as `[lanes, time, …]`; texts, objects and ragged ones are left out."""
+    """Return the tensor columns as `[lanes, time, …]`, without texts, objects and ragged columns."""
     found: Columns = {}
     for key in batch.keys(True, True):
         try:
             value = batch.get(key)
-        except RuntimeError:  # ragged
+        except RuntimeError:  # a ragged column
             continue
         if isinstance(value, Tensor):
             leading = batch.batch_size
@@ -179,27 +179,27 @@ def _columns(batch: TensorDictBase) -> Columns:
     return found
 
 
-def _beside(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list[str]) -> None:
-    """Two more copies, in turns and with different seeds: the first must not notice."""
+def _check_independence(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list[str]) -> None:
+    """Collect from two more copies in turns, with different seeds: the first must not be affected."""
     one, two = (_Stream.of(make_env, steps, wrong, [], seed) for seed in (_SEED, _SEED + 1))
     if one is None or two is None:
         return
     try:
-        while one.more() and two.more():
+        while one.collect_one() and two.collect_one():
             pass
     except ReapError as cause:
         wrong.append(f"Two copies in turns do not work where one does: {cause}.")
-    beside = one.all(wrong)
+    beside = one.collect_rest(wrong)
     two.close(wrong)
     if beside is not None and not _same(alone, beside):
         wrong.append(SHARED_STATE)
 
 
-def _chain(columns: Columns, wrong: list[str]) -> None:
-    """Within an episode, what one row ends with is what the next begins with."""
+def _check_successors(columns: Columns, wrong: list[str]) -> None:
+    """Check within episodes that each row's successor is where the next row begins."""
     if _IDS not in columns:
         return
-    over = _over(columns)
+    over = _episode_ends(columns)
     for lane, ids in enumerate(columns[_IDS]):
         rows = torch.arange(len(ids))
         if _MASK in columns:
@@ -221,12 +221,12 @@ def _chain(columns: Columns, wrong: list[str]) -> None:
                     return
 
 
-def _finals(columns: Columns, remarks: list[str]) -> None:
-    """Remark upon last observations that are all the first ones of the episodes that follow."""
+def _check_finals(columns: Columns, remarks: list[str]) -> None:
+    """Remark on last observations that all equal the first ones of the episodes that follow."""
     if _IDS not in columns or _MASK in columns:
         return
     seen = [key for key in columns if ("next", *key) in columns and columns[key].is_floating_point()]
-    over = _over(columns)[:, :-1]
+    over = _episode_ends(columns)[:, :-1]
     if over.sum() < 2 or not seen or over.all():
         return
     for key in seen:
@@ -240,8 +240,8 @@ def _finals(columns: Columns, remarks: list[str]) -> None:
     )
 
 
-def _over(columns: Columns) -> Tensor:
-    """Where an episode, or a part of one (an agent's), ended: `[lanes, time]`."""
+def _episode_ends(columns: Columns) -> Tensor:
+    """Return where an episode, or an agent's part of one, ended: `[lanes, time]`."""
     ends = torch.zeros_like(columns[_IDS], dtype=torch.bool)
     for key, done in columns.items():
         if key[0] == "next" and key[-1] == "done":
@@ -251,20 +251,20 @@ def _over(columns: Columns) -> Tensor:
 
 
 def _ended(columns: Columns, done: tuple[str, ...]) -> Tensor:
-    """What terminated and truncated say together, beside this done flag; the flag itself where there are none."""
+    """Return terminated | truncated beside this done flag; the flag itself where neither exists."""
     parts = [columns[part] for name in ("terminated", "truncated") if (part := (*done[:-1], name)) in columns]
     return parts[0] | parts[-1] if parts else columns[done]
 
 
-def _flags(columns: Columns, wrong: list[str]) -> None:
+def _check_flags(columns: Columns, wrong: list[str]) -> None:
     for key, done in columns.items():
         if key[0] == "next" and key[-1] == "done":
             ended = _ended(columns, key)
-            if (ended & ~done).any() or (len(key) == 2 and (done & ~ended).any()):  # an absent agent is done, no more
+            if (ended & ~done).any() or (len(key) == 2 and (done & ~ended).any()):  # an absent agent is only done
                 wrong.append(f"{show(key)} is not what terminated and truncated say together.")
 
 
-def _numbers(columns: Columns, wrong: list[str]) -> None:
+def _check_nan(columns: Columns, wrong: list[str]) -> None:
     mask = columns.get(_MASK)
     for key, value in columns.items():
         if value.is_floating_point() and (value if mask is None else value[mask]).isnan().any():
@@ -276,7 +276,7 @@ def _same(one: Columns, other: Columns) -> bool:
 
 
 def _alike(one: Tensor, other: Tensor) -> Tensor:
-    """Which rows are equal; NaN equals NaN."""
+    """Return which rows are equal; NaN equals NaN."""
     if one.shape != other.shape:
         return torch.zeros(1, dtype=torch.bool)
     equal = (one == other) | ((one != one) & (other != other))

@@ -1,4 +1,4 @@
-"""Whatever an env returns: copied, compared, named."""
+"""Values that an env returns: copying, comparing and naming them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reap.core.columns.object_columns import private_copy
 
 
 def copied(value: Any) -> Any:
-    """A copy that nobody else can change."""
+    """Return a copy that cannot be changed through the original."""
     if isinstance(value, Mapping):
         return {k: copied(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
@@ -22,7 +22,7 @@ def copied(value: Any) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two values are the same."""
+    """Return whether two values are equal."""
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
     if isinstance(a, (tuple, list)):
@@ -33,5 +33,5 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def kind(value: Any) -> str:
-    """Say what it is, in a word."""
+    """Return the kind of a value in a word."""
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

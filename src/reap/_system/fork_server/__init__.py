@@ -1,1 +1,1 @@
-"""The fork server, which has torch imported and forks children; its parent's end of it; and the life of a child."""
+"""The fork server, which has torch imported and forks children; the parent's end of it; and what a child runs."""

@@ -1,4 +1,4 @@
-"""A child of the fork server: from fork to exit, and how it leaves when it is told to."""
+"""A child of the fork server: what it does from fork to exit, and how it exits when it is told to."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ from reap._system.pickling import Packed
 from reap._system.process_state import adopt, finish_sharing
 from reap._system.shared_objects.descriptors import received_fds
 
-NOT_UNPACKED = "could not load what it was given: "  # in the file for stacks, and then why
+NOT_UNPACKED = "could not load what it was given: "  # starts the text in the file for stacks; the reason follows
 GRACE = 1.0  # seconds a child has to clean up once its parent is gone
 PDEATHSIG, SET_NAME, TIMERSLACK, SUBREAPER = 1, 15, 29, 36  # of prctl
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # a child closes its env, and goes
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # on these a child closes its env and exits
 
 
 class Goodbye(BaseException):
-    """Raised in a child by a signal that asks it to end, so that it unwinds and cleans up."""
+    """Raised in a child by a signal that tells it to end, so that its stack unwinds and it cleans up."""
 
 
-TOLD_TO_GO = (Goodbye, SystemExit)  # whatever else ends a child is an error of what it runs, KeyboardInterrupt included
+# Any other exception that ends a child is an error of the code it runs, KeyboardInterrupt included.
+TOLD_TO_GO = (Goodbye, SystemExit)
 
 
 def ignore(*_: object) -> None:
-    """Do nothing about a signal. Not SIG_IGN: programs that an env starts would inherit that."""
+    """Ignore a signal. SIG_IGN would not do: programs that an env starts inherit it."""
 
 
 def run_child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: int | None, server: str) -> NoReturn:
-    """The life of a child, from fork to exit."""
+    """Run a child, from fork to exit."""
     code = 1
     try:
         prctl(PDEATHSIG, signal.SIGKILL)  # die with the server
         wake_in_time()
-        os.setpgid(0, 0)  # whatever is started from here on can be ended with us
+        os.setpgid(0, 0)  # programs it starts from here on are in its group, and can be killed with it
         faulthandler.enable(stack_fd, all_threads=True)
         faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
-        signal.signal(signal.SIGINT, ignore)  # Ctrl-C is the parent's business
+        signal.signal(signal.SIGINT, ignore)  # the parent handles Ctrl-C
         for number in ENDING:
             signal.signal(number, functools.partial(_goodbye, os.getpid()))
         sys.unraisablehook = _swallowed
@@ -61,7 +62,7 @@ def run_child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: in
         connection = Connection(connection_fd)
         prctl(SET_NAME, connection.recv_bytes()[:15])  # what `ps` shows
         adopt(connection.recv_bytes())
-        refuse_breakpoints()  # in the environment that was just adopted
+        refuse_breakpoints()  # reads PYTHONBREAKPOINT of the environment that was just adopted
         packed.data = connection.recv_bytes()
         os.environ[MARK] = mark_of(os.getpid(), server)
         target = _unpacked(packed)
@@ -70,7 +71,7 @@ def run_child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: in
         code = 0
     except _NotUnpacked as told:
         _write(stack_fd, f"{NOT_UNPACKED}{told}")
-    except (EOFError, ConnectionError):  # nobody is there any more
+    except (EOFError, ConnectionError):  # the parent is gone
         code = 0
     except Goodbye as told:
         code = -told.args[0]
@@ -86,8 +87,8 @@ def run_child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: in
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        if code < 0:  # by the signal that ended us: whoever asks how we ended is told
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # in order, after all
+        if code < 0:  # end by the same signal, so that the parent sees why
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump: this is an orderly end
             signal.signal(-code, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
             os.kill(os.getpid(), -code)
@@ -95,11 +96,11 @@ def run_child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: in
 
 
 class _NotUnpacked(Exception):
-    """What a child was given could not be made from the bytes it came as: why, and the traceback."""
+    """The child could not unpack what it was given: the reason, and the traceback."""
 
 
 def _unpacked(packed: Packed) -> Callable[[Connection, Sequence[int]], None]:
-    """What a child is to run. Whatever unpacking raises is told: imports and `__setstate__` are code of the user's."""
+    """Return the function the child runs. Any error is reported: imports and `__setstate__` run the user's code."""
     try:
         target: Callable[[Connection, Sequence[int]], None] = packed.unpack()
     except Goodbye:
@@ -110,13 +111,13 @@ def _unpacked(packed: Packed) -> Callable[[Connection, Sequence[int]], None]:
 
 
 def _write(fd: int, text: str) -> None:
-    """Where stacks are, for the parent to read when we are gone."""
+    """Write text where stacks are written, for the parent to read when this child is gone."""
     with contextlib.suppress(OSError):
         os.write(fd, text.encode(errors="replace"))
 
 
 def _take_tracker(fd: int) -> None:
-    """What is registered from here on is registered with the parent's resource tracker."""
+    """Register everything from here on with the parent's resource tracker."""
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         os.close(tracker._fd)
@@ -125,16 +126,16 @@ def _take_tracker(fd: int) -> None:
 
 # ---- leaving ---------------------------------------------------------------------------------------------------------
 
-# Code that calls the user's: a child that is asked to leave does so when it is back there. And whether it is asked,
-# in place of being told: by the parent, which tells it a moment later.
+# Functions that call the user's code: a child asked to leave does so when control has returned to one of them. And how
+# it knows that the parent has asked it to leave, which the parent does a moment before it insists.
 _borders: set[CodeType] = set()
 _asked: Callable[[], bool] | None = None
 
 
 def leave_at(*borders: Callable[..., Any], asked: Callable[[], bool]) -> None:
-    """Where this child leaves when a signal comes while `asked`: once whatever is called in one of these has returned.
+    """Let a signal that comes while `asked()` is true end this child only when control returns to one of `borders`.
 
-    An env that is in the middle of a step may hold a lock that others wait for. A second signal is not waited for.
+    An env in the middle of a step may hold a lock that others wait for. A second signal ends the child at once.
     """
     global _asked
     _borders.update(function.__code__ for function in borders)
@@ -142,9 +143,9 @@ def leave_at(*borders: Callable[..., Any], asked: Callable[[], bool]) -> None:
 
 
 def _leave_later(frame: FrameType | None, number: int) -> bool:
-    """Say goodbye at the border this child comes back to, if it is asked to leave and is elsewhere.
+    """Raise `Goodbye` when control returns to a border, if the parent has asked and the child is in the user's code.
 
-    The border is watched as a debugger would, from now on: nobody pays for it before.
+    Return whether that is so. A trace function watches for the return, as a debugger does: it costs nothing before.
     """
     global _asked
     place = frame
@@ -152,7 +153,7 @@ def _leave_later(frame: FrameType | None, number: int) -> bool:
         place = place.f_back
     if _asked is None or place is None or place is frame or not _asked():
         return False
-    _asked = None  # once
+    _asked = None  # a second signal ends the child at once
 
     def at_border(_: FrameType, event: str, __: Any) -> None:
         if event == "line":
@@ -166,15 +167,15 @@ def _leave_later(frame: FrameType | None, number: int) -> bool:
 
 
 def no_more_goodbyes() -> None:
-    """What this child does from here on is cleaning up, which is not to be interrupted by being told to go."""
+    """Ignore signals that end this child from here on: only cleaning up is left, and nothing may interrupt it."""
     if threading.current_thread() is threading.main_thread():
         for number in ENDING:
-            if getattr(signal.getsignal(number), "func", None) is _goodbye:  # in no other process than a child
+            if getattr(signal.getsignal(number), "func", None) is _goodbye:  # only children have this handler
                 signal.signal(number, ignore)
 
 
 def _goodbye(whose: int, number: int, frame: FrameType | None = None) -> None:
-    if os.getpid() != whose:  # a process that an env forked has nobody to say goodbye to
+    if os.getpid() != whose:  # a process that an env forked: it just ends
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
@@ -185,7 +186,7 @@ def _goodbye(whose: int, number: int, frame: FrameType | None = None) -> None:
 
 
 def _swallowed(what: Any) -> None:
-    """An exception in a finalizer, which Python drops. A goodbye is said again a moment later."""
+    """Handle an exception in a finalizer, which Python drops. A dropped `Goodbye` is raised again a moment later."""
     if what.exc_type is Goodbye:
         number = what.exc_value.args[0]
         signal.signal(signal.SIGALRM, lambda *_: _goodbye(os.getpid(), number))
@@ -198,18 +199,18 @@ def _swallowed(what: Any) -> None:
 
 
 def settle() -> None:
-    """What is there now will stay: the garbage collector of this process need not look through it again and again."""
+    """Exempt all objects that exist now from garbage collection: they stay, and need not be scanned each time."""
     gc.collect()
     gc.freeze()
 
 
 def wake_in_time() -> None:
-    """Let this thread, and those it starts, wake from a sleep when it is over, not up to 50 µs later (Linux)."""
+    """Make sleeps of this thread, and of threads it starts, end on time, not up to 50 µs later (Linux)."""
     prctl(TIMERSLACK, 1)  # nanoseconds
 
 
 def prctl(what: int, value: int | bytes) -> bool:
-    """Call prctl, which only Linux has; returns whether the kernel did it."""
+    """Call prctl, which only Linux has; return whether the kernel did it."""
     if sys.platform != "linux":
         return False
     done: int = ctypes.CDLL(None).prctl(what, value if isinstance(value, bytes) else int(value), 0, 0, 0)

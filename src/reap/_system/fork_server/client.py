@@ -1,4 +1,4 @@
-"""The parent's end of the fork server: starts it when it is first needed, asks it for children, ends it at exit."""
+"""The parent's end of the fork server: starts it when first needed, requests children, ends it at exit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from reap._system.fork_server.server import REQUEST, serve
 from reap._system.threads import wait_for_ends
 from reap.errors import WorkerDied
 
-_PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
-_PRELOAD_TOO = ("torchrl.envs",)  # where our program has imported it: workers are sent its envs, and it is slow
+_PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # or each worker would import them
+_PRELOAD_TOO = ("torchrl.envs",)  # slow to import; preloaded if this program has, as its envs go to workers
 
 _NO_ROOM = {
     errno.EAGAIN: "the limit of processes is reached (ulimit -u, or pids.max of the cgroup)",
@@ -31,13 +31,13 @@ _NO_ROOM = {
 
 
 def why_not_started(number: int | None) -> str:
-    """Return why a process could not be started, in words, from an errno."""
+    """Return in words why a process could not be started, from an errno."""
     return f"could not be started: {_NO_ROOM.get(number or 0) or os.strerror(number or 0)}"
 
 
 @contextlib.contextmanager
 def enough_room(who: str) -> Iterator[None]:
-    """Inside, a limit of the system that is reached is told as what `who` could not be started for."""
+    """Within the block, turn an error about a limit of the system into `WorkerDied`: `who` could not be started."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ class ForkServer:
                     [sys.executable, *flags, "-c", code],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # what is sent to our process group is not for it
+                    start_new_session=True,  # signals to our process group must not reach it
                 )
         except BaseException:
             ours.close()
@@ -71,7 +71,7 @@ class ForkServer:
         self.owner = os.getpid()
 
     def fork(self, fds: Sequence[int]) -> None:
-        """Ask for a child that has these descriptors, and our resource tracker if we have one."""
+        """Request a child that gets these descriptors, and our resource tracker if there is one."""
         tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)
         given = [*fds, *(() if tracker is None else (tracker,))]
         socket.send_fds(self._socket, [REQUEST.pack(len(given), tracker is not None)], given)
@@ -98,7 +98,7 @@ _lock = threading.Lock()
 
 
 def common_fork_server() -> ForkServer:
-    """One for the whole process, started when first needed; it ends with the process."""
+    """Return the process-wide fork server, started when first needed; it ends with the process."""
     global _common
     with _lock:
         if _common is None or not _common.alive:
@@ -109,7 +109,7 @@ def common_fork_server() -> ForkServer:
 
 
 def get_ready() -> None:
-    """Children will be started: have what they need imported meanwhile."""
+    """Start the fork server early, so that it imports what children need while the caller goes on."""
     common_fork_server()
 
 
@@ -120,5 +120,5 @@ def _end_common() -> None:
 
 
 def kept_fork_server() -> tuple[int, int] | None:
-    """Pid of the helper process that is kept for the next children, and our descriptor to it; if there is one."""
+    """Return the pid of the fork server kept for later children, and our descriptor to it; None if there is none."""
     return None if _common is None or not _common.alive else (_common.process.pid, _common.fileno())

@@ -1,1 +1,1 @@
-"""Objects that processes share: how descriptors, shared memory and semaphores get from one to another."""
+"""Objects that processes share: how descriptors, shared memory and semaphores get from one process to another."""

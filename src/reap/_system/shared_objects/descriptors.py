@@ -1,4 +1,4 @@
-"""Descriptors on their way to another process: duplicated, sent beside the bytes, and found there by their place.
+"""Descriptors sent to another process: duplicated, sent beside the bytes, referred to by their place in the message.
 
 pack ──► duplicate_for_child: the 3rd ──► Descriptor(3) in the bytes ──► unpack ──► detach: a number of that process
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 
 class OwnedFd:
-    """A descriptor that is closed when nobody refers to it any more."""
+    """A descriptor that is closed when nothing refers to it any more."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -26,26 +26,8 @@ class OwnedFd:
             os.close(self.number)
 
 
-class PackingPopen:
-    """What `multiprocessing` asks while it pickles for a process it starts: here, the message that is being packed."""
-
-    def __init__(self) -> None:
-        self.fds: list[OwnedFd] = []
-        self.others: set[str] | None = None  # semaphores that other processes have, once somebody has looked
-
-    def duplicate_for_child(self, fd: int) -> int:
-        """Keep it, whatever becomes of the original until the child is there; returns its place in the message."""
-        self.fds.append(OwnedFd(os.dup(fd)))
-        return len(self.fds) - 1
-
-    @staticmethod
-    def DupFd(place: int) -> Descriptor:
-        """Return what travels in place of the number."""
-        return Descriptor(place)
-
-
 class Descriptor:
-    """A descriptor by its place in the message it comes with."""
+    """A descriptor, given by its place in the message it comes with."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -55,11 +37,26 @@ class Descriptor:
         return os.dup(here.arrived[self._place].number)
 
 
-class Here(threading.local):
-    """What this thread is packing or unpacking."""
+class PackingPopen:
+    """The object `multiprocessing` calls while it pickles for a process it starts: here, the message being packed."""
 
-    popen: PackingPopen | None = None  # packing for a process of this machine
-    refusing = False  # packing for any process
+    DupFd = Descriptor  # pickled in place of the number
+
+    def __init__(self) -> None:
+        self.fds: list[OwnedFd] = []
+        self.others: set[str] | None = None  # semaphores that other processes have mapped, once that was looked up
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Duplicate a descriptor, so that the original may be closed before the child has it; return its place."""
+        self.fds.append(OwnedFd(os.dup(fd)))
+        return len(self.fds) - 1
+
+
+class Here(threading.local):
+    """What the current thread is packing or unpacking."""
+
+    popen: PackingPopen | None = None  # set while packing for a process of this machine
+    refusing = False  # True while packing for any process
     arrived: Sequence[OwnedFd] = ()  # the descriptors that came with what is being unpacked
 
 
@@ -68,7 +65,7 @@ here = Here()
 
 @contextlib.contextmanager
 def receiving(fds: Sequence[OwnedFd]) -> Iterator[None]:
-    """Inside, what is unpickled finds its descriptors among these."""
+    """Within the block, unpickled objects take their descriptors from these."""
     before, here.arrived = here.arrived, fds
     try:
         yield
@@ -78,29 +75,29 @@ def receiving(fds: Sequence[OwnedFd]) -> Iterator[None]:
 
 _COUNT = struct.Struct("!i")
 _AT_ONCE = 200  # descriptors in one message; Linux takes 253
-_PATIENCE = 60.0  # seconds until it is said that descriptors are not taken
+_PATIENCE = 60.0  # seconds until descriptors that the child does not take are an error
 
 
 def send_fds(one: socket.socket, fds: Sequence[OwnedFd]) -> None:
-    """The first words to a child: how many descriptors come with what it is sent, and these."""
+    """Send a child its first message: the number of descriptors, and the descriptors themselves."""
     numbers, word = [fd.number for fd in fds], _COUNT.pack(len(fds))
     deadline = time.monotonic() + _PATIENCE
     while word:
         try:
             socket.send_fds(one, [word], numbers[:_AT_ONCE])
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # one that is gone says so through its sentinel
+            if error.errno != errno.ETOOMANYREFS:  # the sentinel reports a child that is gone
                 return
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.001)  # until children before it have taken theirs: there is nothing to wait on
+            time.sleep(0.001)  # until earlier children have taken theirs: there is nothing to wait on
             continue
         del numbers[:_AT_ONCE]
         word = b"!" if numbers else b""
 
 
 def received_fds(connection: int) -> list[OwnedFd]:
-    """Receive the descriptors that `send_fds` has sent, in the child."""
+    """Receive, in the child, the descriptors that `send_fds` sent."""
     one = socket.socket(fileno=connection)
     try:
         data, found, _, _ = socket.recv_fds(one, _COUNT.size, _AT_ONCE)

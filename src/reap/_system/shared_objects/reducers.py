@@ -1,4 +1,4 @@
-"""Reducers: how connections, sockets, shared tensors, shared memory and semaphores are pickled for a process here."""
+"""Reducers: how connections, sockets, shared tensors, shared memory and semaphores are pickled for processes here."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def _shareable_list(name: str, tracker: Descriptor) -> shared_memory.ShareableLi
 
 
 def _track_with(tracker: Descriptor) -> None:
-    """Let the giver's resource tracker be ours, as in every process that `multiprocessing` starts.
+    """Use the sender's resource tracker in this process, as processes that `multiprocessing` starts do.
 
-    One of our own would take the memory for ours, and unlink it under the giver's feet when this process ends.
+    A tracker of our own would treat the memory as ours, and unlink it when this process ends while the sender uses it.
     """
     ours = cast(Any, resource_tracker)._resource_tracker
     if ours._fd is None:

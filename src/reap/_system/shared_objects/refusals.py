@@ -1,9 +1,9 @@
-"""Refusals: which part of what a user gave us cannot travel to another process, what it is, and what to do instead.
+"""Refusals: which part of what a user gave us cannot be sent to another process, and what to do instead.
 
     create_env_fn ── fails ──► its parts, as pickling sees them ──► the one that fails by itself ──► its parts ──► …
                                closure, defaults, arguments, attributes, items                       the last is named
 
-This is asked when pickling has failed already, so it may take its time: each part is pickled alone.
+This runs only after pickling has failed, so it may take its time: it pickles each part alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-_DEEPEST = 64  # parts of parts
+_DEEPEST = 64  # levels of parts within parts
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), type(...))
 
 _MADE_THERE = "make it inside the factory, which runs in the process that uses it"
@@ -29,38 +29,38 @@ _SHARED = f"take one of multiprocessing (its Lock, Event, Queue … reach worker
 _OPEN = "give one that is open"
 _PICKLING = {"__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__"}
 
-# What is told of such a part, not of what is inside it: what it is in words, and what to do instead. By the names of
-# classes: not all are there on every system, and none is to be imported for this.
+# Parts that are named as a whole instead of searched: what each is in words, and what to do instead. Keyed by the names
+# of their classes, because not all exist on every system, and none should be imported for this.
 _KINDS: dict[str, tuple[Callable[[Any], str], str]] = {
     "tempfile._TemporaryFileWrapper": (lambda it: f"an open file ({it.name!r})", "open it inside the factory"),
     "_io._IOBase": (lambda it: _file(it), "give its path, and open it inside the factory"),
-    "multiprocessing.connection._ConnectionBase": (lambda it: f"{_closed(it.closed)} connection", _OPEN),
-    "_socket.socket": (lambda it: f"{_closed(it.fileno() < 0)} socket", _OPEN),
+    "multiprocessing.connection._ConnectionBase": (lambda it: f"{_open_or_closed(it.closed)} connection", _OPEN),
+    "_socket.socket": (lambda it: f"{_open_or_closed(it.fileno() < 0)} socket", _OPEN),
     "mmap.mmap": (lambda it: "a memory map", "take multiprocessing.shared_memory, or map it inside the factory"),
     "subprocess.Popen": (lambda it: f"a program started here (pid {it.pid})", "start it inside the factory"),
     "threading.Thread": (lambda it: f"a thread ({it.name!r})", "start it inside the factory"),
     "_thread.lock": (lambda it: "a lock of threads", _SHARED),
     "_thread.RLock": (lambda it: "a lock of threads", _SHARED),
-    "threading.Event": (lambda it: _a(it), _SHARED),
-    "threading.Condition": (lambda it: _a(it), _SHARED),
-    "threading.Semaphore": (lambda it: _a(it), _SHARED),
-    "threading.Barrier": (lambda it: _a(it), _SHARED),
-    "queue.Queue": (lambda it: f"{_a(it)}, of threads", _SHARED),
-    "_queue.SimpleQueue": (lambda it: f"{_a(it)}, of threads", _SHARED),
+    "threading.Event": (lambda it: _name_of(it), _SHARED),
+    "threading.Condition": (lambda it: _name_of(it), _SHARED),
+    "threading.Semaphore": (lambda it: _name_of(it), _SHARED),
+    "threading.Barrier": (lambda it: _name_of(it), _SHARED),
+    "queue.Queue": (lambda it: f"{_name_of(it)}, of threads", _SHARED),
+    "_queue.SimpleQueue": (lambda it: f"{_name_of(it)}, of threads", _SHARED),
     "sqlite3.Connection": (lambda it: "a connection to a database", "give its path, and connect inside the factory"),
-    "select.epoll": (lambda it: _a(it), _MADE_THERE),
-    "selectors.BaseSelector": (lambda it: _a(it), _MADE_THERE),
-    "logging.Handler": (lambda it: _a(it), "give the logger's name, and add the handler inside the factory"),
-    "concurrent.futures._base.Executor": (lambda it: f"{_a(it)}, whose workers are here", _MADE_THERE),
+    "select.epoll": (lambda it: _name_of(it), _MADE_THERE),
+    "selectors.BaseSelector": (lambda it: _name_of(it), _MADE_THERE),
+    "logging.Handler": (lambda it: _name_of(it), "give the logger's name, and add the handler inside the factory"),
+    "concurrent.futures._base.Executor": (lambda it: f"{_name_of(it)}, whose workers are here", _MADE_THERE),
     "builtins.generator": (lambda it: f"the generator {it.__qualname__}", "give the function that makes it"),
     "_ctypes._Pointer": (lambda it: "a pointer, which means nothing in another process", _MADE_THERE),
 }
 
 
 def holds_number(thing: Any) -> int | None:
-    """Return the descriptor that `thing` would take to another process as a mere number, where it is something else.
+    """Return the descriptor that pickling `thing` would send as a mere number; None if there is none.
 
-    Of those that have a `fileno` and do not say themselves how they are pickled.
+    That is so for objects that have a `fileno` and do not define how they are pickled.
     """
     kind: Any = type(thing)
     if not hasattr(kind, "fileno") or any(vars(one).keys() & _PICKLING for one in kind.__mro__[:-1]):
@@ -72,24 +72,24 @@ def holds_number(thing: Any) -> int | None:
 
 
 def refusal(given: Mapping[str, Any], why: Callable[[Any], Exception | None]) -> str | None:
-    """Which of the things that users have `given`, by name, cannot be sent: what of it, why, and what to do instead.
+    """Return an error text for the first of `given` that cannot be sent: which part of it, why, and what to do instead.
 
-    `why` says why something cannot be pickled, if it cannot; None, if all can.
+    `why` returns the reason why something cannot be pickled, or None. Returns None if everything can be sent.
     """
     for name, thing in given.items():
         if (cause := why(thing)) is not None:
             path, part, cause = _find(thing, cause, why)
-            what, instead = _told(part)
+            what, instead = _describe(part)
             place = " → ".join([name, *path])
             return f"{name} cannot be sent to another process: {place} is {what}: {cause}; {instead}"
     return None
 
 
 def _find(thing: Any, cause: Exception, why: Callable[[Any], Exception | None]) -> tuple[list[str], Any, Exception]:
-    """Return the way to the part that fails by itself, that part, and the reason."""
+    """Return the path to the innermost part that fails by itself, that part, and the reason."""
     path: list[str] = []
     seen = [thing]
-    while len(seen) < _DEEPEST and _kind(seen[-1]) is None and type(seen[-1]) not in copyreg.dispatch_table:
+    while len(seen) < _DEEPEST and _known_kind(seen[-1]) is None and type(seen[-1]) not in copyreg.dispatch_table:
         for label, part in _parts(seen[-1]):
             if isinstance(part, _PLAIN) or any(part is one for one in seen):
                 continue
@@ -103,7 +103,7 @@ def _find(thing: Any, cause: Exception, why: Callable[[Any], Exception | None]) 
     return path, seen[-1], cause
 
 
-def _kind(part: Any) -> tuple[str, str] | None:
+def _known_kind(part: Any) -> tuple[str, str] | None:
     for kind in type(part).__mro__:
         if (found := _KINDS.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
             words, instead = found
@@ -111,19 +111,19 @@ def _kind(part: Any) -> tuple[str, str] | None:
     return None
 
 
-def _told(part: Any) -> tuple[str, str]:
-    if (found := _kind(part)) is not None:
+def _describe(part: Any) -> tuple[str, str]:
+    if (found := _known_kind(part)) is not None:
         return found
     if (number := holds_number(part)) is not None:
-        what = f"{_a(part)}, which holds descriptor {number} as a number, and that is another in every process"
+        what = f"{_name_of(part)}, which holds descriptor {number} as a number, and that is another in every process"
         return (
             what,
             "give a socket or a connection of multiprocessing, which are duplicated, or open it inside the factory",
         )
-    return _a(part), _MADE_THERE
+    return _name_of(part), _MADE_THERE
 
 
-def _a(part: Any) -> str:
+def _name_of(part: Any) -> str:
     kind = type(part)
     name = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
@@ -133,14 +133,14 @@ def _a(part: Any) -> str:
     return f"a{'n' if name[0] in 'aeiouAEIOU' else ''} {name}"
 
 
-def _closed(closed: bool) -> str:
+def _open_or_closed(closed: bool) -> str:
     return "a closed" if closed else "an open"
 
 
 def _file(it: Any) -> str:
     found = {word: getattr(it, word, None) for word in ("name", "mode")}
     words = [f"{word} {value!r}" for word, value in found.items() if isinstance(value, (str, int))]
-    return f"{_closed(it.closed)} file" + (f" ({', '.join(words)})" if words else "")
+    return f"{_open_or_closed(it.closed)} file" + (f" ({', '.join(words)})" if words else "")
 
 
 # ---- parts, as pickling sees them ---------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"module {name!r}", part) for name, part in thing.named_children())
     try:
         reduced = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    except Exception:  # it pickles by itself what it holds, or cannot be: then its attributes may tell
+    except Exception:  # it pickles its content by itself, or cannot be pickled: then its attributes may show why
         yield from _attributes(getattr(thing, "__dict__", {}))
         return
     if not isinstance(reduced, tuple):

@@ -1,7 +1,7 @@
-"""Semaphores of `multiprocessing`, in locks, events, conditions, barriers, queues and values: how a worker joins one.
+"""Semaphores of `multiprocessing`, in locks, events, conditions, barriers, queues and values: how workers share them.
 
-One with a name is opened by its name. One without, of the fork context, lies in memory that only forks have: its page
-is moved into an anonymous file, which travels as a descriptor.
+One with a name is opened by its name. One without a name, of the fork context, lies in memory that only forks share:
+its page is moved into an anonymous file, whose descriptor is sent.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _semaphore_on_page(kind: Any, fd: Descriptor, sort: int, most: int) -> Any:
     page = mmap.mmap(number, mmap.PAGESIZE)
     lock = kind.__new__(kind)
     lock.__setstate__((ctypes.addressof(ctypes.c_char.from_buffer(page)), sort, most, None))
-    _pages.append(page)  # for good: who has its `acquire` does not have the page
-    _moved[lock] = OwnedFd(number)  # it may be sent on from here
+    _pages.append(page)  # kept for good: a bound `acquire` may outlive the lock, and does not keep the page
+    _moved[lock] = OwnedFd(number)  # this process may send it on
     return lock
 
 
@@ -51,11 +51,11 @@ _moved: weakref.WeakKeyDictionary[Any, OwnedFd] = weakref.WeakKeyDictionary()
 
 
 def _page_of(lock: synchronize.SemLock) -> OwnedFd:
-    """Return the memory of a semaphore without a name, as a file that others can map.
+    """Return the memory of a semaphore without a name, as a file that other processes can map.
 
     A semaphore of the fork context (the default on Linux before Python 3.14) was unlinked when it was made: only forks
-    can have it. Its page is replaced here, at its address, by one that lies in an anonymous file: everybody in this
-    process goes on with it, and processes that are given the file can join.
+    can have it. Its page is replaced, at the same address, by one of an anonymous file: this process goes on using the
+    semaphore, and processes that receive the file can join.
     """
     if lock not in _moved:
         address = cast(Any, lock)._semlock.handle
@@ -75,7 +75,7 @@ def _page_of(lock: synchronize.SemLock) -> OwnedFd:
 
 
 def _inode_at(address: int) -> str:
-    """Return the file that is mapped at this address, by its inode."""
+    """Return the inode of the file that is mapped at this address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(end, 16) for end in line.split(None, 1)[0].split("-"))
         if first <= address < last:
@@ -84,7 +84,7 @@ def _inode_at(address: int) -> str:
 
 
 def _others() -> set[str]:
-    """Inodes of the semaphores that other processes of this user have mapped."""
+    """Return the inodes of the semaphores that other processes of this user have mapped."""
     found: set[str] = set()
     for one in Path("/proc").iterdir():
         if one.name.isdigit() and int(one.name) != os.getpid():
@@ -99,18 +99,18 @@ def _others() -> set[str]:
 
 
 def _moved_page(address: int) -> OwnedFd:
-    """Put the page at `address` into an anonymous file, which is mapped there from now on."""
+    """Move the page at `address` into an anonymous file, which is mapped there from now on; return the file."""
     if sys.platform != "linux" or address % mmap.PAGESIZE:
         raise OSError("its memory cannot be moved here")
-    # PyDLL: with the interpreter's lock held, so that no other thread of Python's comes in between. One that waits for
-    # this very semaphore has given the lock up: it is woken on the old page afterwards, and goes on to wait on the new.
+    # PyDLL keeps the interpreter's lock, so that no other Python thread runs in between. A thread that waits for this
+    # very semaphore has released that lock: it is woken on the old page below, and goes on to wait on the new one.
     libc = ctypes.PyDLL(None, use_errno=True)
     for call in (libc.mmap, libc.mremap):
         call.restype = ctypes.c_void_p
     size, failed = ctypes.c_size_t(mmap.PAGESIZE), ctypes.c_void_p(-1).value
     fd = OwnedFd(os.memfd_create("reap-semaphore"))
     os.ftruncate(fd.number, mmap.PAGESIZE)
-    old = libc.mremap(ctypes.c_void_p(address), ctypes.c_size_t(0), size, 1)  # MREMAP_MAYMOVE of 0 bytes: once more
+    old = libc.mremap(ctypes.c_void_p(address), ctypes.c_size_t(0), size, 1)  # MREMAP_MAYMOVE of 0 bytes: a 2nd mapping
     if old == failed:
         raise OSError(ctypes.get_errno(), "its memory cannot be mapped twice")
     with mmap.mmap(fd.number, mmap.PAGESIZE) as new:
