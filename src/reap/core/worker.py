@@ -1,6 +1,6 @@
 """Worker: one running fill loop.   take a free slot → fill it → hand it over; stop is the absence of slots.
 
-A worker is built from a `Plan` wherever it lives (this process, another one, another machine), by the same lines.
+Wherever a worker lives (this process, another one, another machine), the same code builds it from a `Plan`.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ class Plan:
     make_policy: Callable[[], Any]
     steps: Callable[[int], int]  # lanes → steps per rollout
     exploration: InteractionType = InteractionType.RANDOM
-    policy_device: torch.device | None = None  # where inputs must be brought
-    shown_device: torch.device | None = None  # what policies of TensorDicts see as their device
+    policy_device: torch.device | None = None  # the device that policy inputs must be moved to
+    shown_device: torch.device | None = None  # the device of the TensorDicts that TensorDict policies receive
     trust_policy: bool = False
-    out_keys: Sequence[Key] | None = None  # names of a tuple's parts
-    capture: bool = True  # replay what policy and env ask of torch, where that is the same
+    out_keys: Sequence[Key] | None = None  # names for the parts of a tuple that the policy returns
+    capture: bool = True  # record the torch calls of policy and env, and replay them if the results are the same
     compile_policy: dict[str, Any] | None = None
     reset_when_done: bool = True
     reset_at_each_iter: bool = False
     track_traj_ids: bool = True
     track_policy_version: bool = False
-    track_episodes: bool = False  # columns with return and length of each frame's episode so far
-    gamma: float | None = None  # by which returns of episodes are discounted too
-    cut_column: bool = False  # a column says where failures ended trajectories
-    deterministic: bool = False  # lane by lane, each with random numbers of its own (core/policies/lane_by_lane.py)
-    masked: bool = False  # a column says what is a frame, also where everything is
+    track_episodes: bool = False  # add columns with return and length of each frame's episode so far
+    gamma: float | None = None  # also report episode returns discounted by this factor
+    cut_column: bool = False  # add a column that marks where failures ended trajectories
+    deterministic: bool = False  # act lane by lane, each with its own random numbers (core/policies/lane_by_lane.py)
+    masked: bool = False  # add a column that says which rows are frames, even if all are
     stop: Callable[[], bool] | None = None
-    episodes: int | None = None  # a rollout ends when all lanes together have played so many since the last reset
+    episodes: int | None = None  # end a rollout when all lanes together have played this many since the last reset
     compact: bool = False
-    contiguous: bool | None = None  # batches with lanes first in memory too; None: as suits the env
+    contiguous: bool | None = None  # deliver batches with lanes first in memory too; None: the env's default
     storing_device: torch.device | None = None
-    cuda_graphs: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
-    stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
+    cuda_graphs: bool = False  # run whole rollouts, or the policy's steps, as CUDA graphs
+    stream: bool = False  # for ready lanes: batches of frames as they came, not as many frames of every lane
 
     def context(
         self, spec: EnvSpec, columns: Mapping[Key, Any], carry: Mapping[Key, Any], **more: Any
     ) -> PolicyContext:
-        """Return what a policy acts in, with what is asked for here."""
+        """Return the context in which `as_policy` builds the policy, with the options of this plan."""
         asked: dict[str, Any] = {"trust": self.trust_policy, "out_keys": self.out_keys, "compile": self.compile_policy}
         return PolicyContext(spec, columns, self.exploration, carry=list(carry), **asked, **more)
 
 
 class Worker(AnyWorker):
-    """An env, a policy, the loop that joins them and the slots it fills. `parts`: env and policy, if they are made."""
+    """An env, a policy, the loop that joins them, and the slots it fills. `parts`: env and policy, if already built."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class Worker(AnyWorker):
         rebuilds: Any = None,
     ) -> None:
         self.plan = plan
-        self.should_stop = plan.stop  # asked after every step
+        self.should_stop = plan.stop  # called after every step
         self._filling: Slot | None = None
         self._ids = ids or TrajectoryIds()
         env = plan.make_env() if parts is None else parts[0]
         try:
             self._build(plan, env, plan.make_policy() if parts is None else parts[1], same_slot, rebuilds)
         except BaseException:
-            env.close()  # nobody will hold it
+            env.close()  # the worker was not built, so no one else can close it
             raise
 
     def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool, budget: Any) -> None:
@@ -149,7 +149,7 @@ class Worker(AnyWorker):
         self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
 
     def _layout(self) -> Layout:
-        """The layout of a batch's slot; where lanes come as they are ready, also the log they are sorted out of."""
+        """Return the layout of a batch's slot; for lanes that come as they are ready, also create sorter and log."""
         spec, plan = self.env.spec, self.plan
         may_skip = self.env.tells_cuts or (plan.cut_column and not plan.compact)  # the same for all workers
         cuts = plan.cut_column or self.env.tells_cuts
@@ -177,7 +177,7 @@ class Worker(AnyWorker):
             pin(self._log.block, plan.policy_device)
             columns = {key: columns[key] for key in delivered(columns)}
             if self.env.tells_cuts and not stream:
-                columns[MASK] = Leaf((), torch.bool)  # of lanes that were dropped
+                columns[MASK] = Leaf((), torch.bool)  # for lanes that were dropped
         if stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
             if self._quota is not None:
@@ -214,7 +214,7 @@ class Worker(AnyWorker):
             )
 
     def _lane_by_lane(self, current: Sequence[Any], noise: LaneGenerators) -> Policy:
-        """The policy, for each lane by itself."""
+        """Return a policy that acts on each lane by itself."""
         one = spec_of_one(self.env.spec, record=self.plan.cuda_graphs)
         policies = [self._policy(one, [array[:1] for array in current]) for _ in range(self.env.spec.lanes)]
         return LaneByLane(policies, noise, self.env.spec)
@@ -244,7 +244,7 @@ class Worker(AnyWorker):
         return policy
 
     def fill(self, slot: Slot, *, random: bool = False) -> int:
-        """One rollout into `slot`; returns the frames made."""
+        """Collect one rollout into `slot`, and return the number of frames it made."""
         self._before_rollout()
         times = self.loop.times = self.stats.begin(self.loop.version)
         before = self.stats.frames
@@ -254,15 +254,15 @@ class Worker(AnyWorker):
             self.loop.fill(slot, policy)
         else:
             self._fill_sorted(slot, self.sorter, policy)
-        self.env.driver = self.loop.driver_token  # an env that was handed out takes our own steps for somebody's
+        self.env.driver = self.loop.driver_token  # TorchRL's env may have taken the loop's steps for the user's
         self.stats.end(times)
         slot.state = State.FULL
         return self.stats.frames - before
 
     def _fill_sorted(self, slot: Slot, sorter: Sorter, policy: Policy | None) -> None:
-        """The same loop, on a log in which lanes stand as they were ready.
+        """Run the same loop on a log that holds lanes in the order they became ready, until `slot` can be filled.
 
-        `slot` gets the frames as the sorter delivers them: lane by lane, or in the order in which they came.
+        The sorter writes the frames to `slot`: lane by lane, or in the order in which they came.
         """
         if self.policy.remembers:
             raise UsageError(
@@ -278,27 +278,27 @@ class Worker(AnyWorker):
                     break
             slot.clear_flags()
             sorter.deliver(slot, self.ledger)
-        except BaseException:  # broken off (Ctrl-C): every lane begins anew
+        except BaseException:  # interrupted (Ctrl-C): reset every lane
             self.loop.begin_anew()
             sorter.clear()
             self.ledger.reset(range(self.lanes))
             raise
 
     def _stop_after(self, missing: int) -> None:
-        """Let the loop stop when it has made so many frames: what comes later is for later."""
+        """Make the loop stop once it has made `missing` frames, and leave later ones to the next rollout."""
         mask, at = self._log.arrays[MASK], self.loop.at
         made = 0
 
         def enough() -> bool:
             nonlocal made
             made += int(np.count_nonzero(mask[at[0]]))
-            halt = self.should_stop is not None and self.should_stop()  # always asked: it may count
+            halt = self.should_stop is not None and self.should_stop()  # called at every step: it may count them
             return halt or made >= missing
 
         self.loop.stop = enough
 
     def _played(self) -> bool:
-        """Whether the episodes that were asked for are over, after a step."""
+        """Count the episodes that the last step ended, and return whether the rollout should stop."""
         assert self._filling is not None
         assert self._quota is not None
         arrays, at = self._filling.arrays, int(self.loop.at[0])
@@ -313,7 +313,7 @@ class Worker(AnyWorker):
         return None if self._quota is None else "it plays a number of whole episodes, from their beginning"
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
-        """New episodes in `lanes`, or in all; what is played from then on counts anew."""
+        """Start new episodes in `lanes`, or in all, and restart the count of episodes."""
         super().reset(lanes)
         if self._quota is not None:
             self._quota.begin()
