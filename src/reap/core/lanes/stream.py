@@ -1,7 +1,7 @@
-"""Stream: the frames of ready lanes in the order in which they came, so many at a time. Nobody waits for a slow lane.
+"""Stream: delivers frames of ready lanes in the order in which they came, without waiting for slow lanes.
 
-log      row t   root [2 0]  next [1 3]            each frame: the root its lane was sent with, and what came back
-stream   1 3 0 2 0 1 …  ──► the first F of them    lane by lane in order of time, lanes as they were ready
+log      row t   root [2 0]  next [1 3]            a frame: the root with which its lane was sent, and its successor
+stream   1 3 0 2 0 1 …  ──► the first F of them    in order of time within each lane, lanes as they became ready
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Array = np.ndarray[Any, Any]
 
 
 class Stream(Sorter):
-    """Takes logs as the loop fills them, gives batches `[F]` of whoever came."""
+    """Collects logs that the loop fills, and delivers batches `[F]` of the frames that came first, of any lanes."""
 
     def lacks(self, steps: int) -> int:
-        """How many frames are missing."""
+        """Return how many more frames are needed to have `steps` in all."""
         return max(0, steps - int(self._count.sum()))
 
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
-        """The next frames into `slot`, which has one lane; ids, lanes and counts with them."""
+        """Write the next frames into `slot`, which has one lane, with their ids and lanes, and count them."""
         lanes = np.concatenate([lanes for lanes, _ in self._held])
-        frames = min(slot.layout.steps, len(lanes))  # fewer only where no more are wanted, and there is a mask
+        frames = min(slot.layout.steps, len(lanes))  # fewer than fit only if an episode quota is met; the mask says so
         arrays = {key: array[:frames, 0] for key, array in slot.arrays.items()}
         left = {}
         for key in self._held[0][1]:
@@ -59,10 +59,10 @@ class Stream(Sorter):
 
 
 def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array:
-    """Frames of mixed lanes into the ledger: the trajectory of each, and what ended.
+    """Count frames of mixed lanes and the episodes they end, and return the trajectory id of each frame.
 
-    Put lane after lane, trajectories are segments; one pass over their borders finds them all. Where a failure
-    has cut one off, what it had is not counted.
+    Sorted by lane, trajectories are segments, and one pass over their borders finds them all. The frames of a
+    trajectory that a failure cut are not counted towards any episode.
     """
     frames, stats, done = len(lanes), ledger.stats, arrays[("next", "done")][..., 0]
     number = arrays[ledger.reward].reshape(frames, -1).mean(-1, dtype=np.float64)
@@ -77,14 +77,14 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
     lengths = np.diff(np.r_[starts, frames])
     ends = starts + lengths - 1
     whose, ended = lane[starts], over[ends]
-    first, anew = new_lane[starts], anew[starts]  # of its lane; after a failure
+    first, anew = new_lane[starts], anew[starts]  # segments that are the first of their lane; that follow a failure
     open_before = first & ~anew
 
     def opened(values: Array) -> Array:
         return np.where(open_before, values[whose], 0)
 
     before = opened(stats.open_length)
-    place = np.arange(frames) - np.repeat(starts - before, lengths)  # of each frame in its episode
+    place = np.arange(frames) - np.repeat(starts - before, lengths)  # the index of each frame in its episode
     opened_with = opened(stats.open_return)
     returns = np.add.reduceat(number[order], starts) + opened_with
     counts = lengths + before
@@ -104,7 +104,7 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
         terminated=arrays[("next", "terminated")][at, 0],
         versions=arrays[VERSION][at] if VERSION in arrays else None,
     )
-    last = np.r_[whose[1:] != whose[:-1], True]  # of each lane
+    last = np.r_[whose[1:] != whose[:-1], True]  # segments that are the last of their lane
     for mine, values in zip(
         (stats.open_return, stats.open_length, stats.open_discounted), (returns, counts, discounted)
     ):
