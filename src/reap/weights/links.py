@@ -1,10 +1,10 @@
-"""Links: weights from one process to others, for scripts that start their workers themselves.
+"""Links: send weights from one process to others, for scripts that start their workers themselves.
 
     sender    init_on_sender ──► connect ──► send ───── a pipe for each worker ───► thread ──► model
     receiver  init_on_receiver ──► connect ──────────────────────────────────────► (first weights)
                                       answered when they are applied ◄─────────────┘
 
-Collectors do not need them: their workers read one block, or are sent messages.
+Collectors do not use links: their workers read a shared block or receive messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _APPLIED = "applied"
 
 
 def _packed(weights: Any) -> bytes:
-    """Weights as bytes that carry no descriptors: whoever reads them later needs nothing of us."""
+    """Return weights as bytes without file descriptors, so that reading them needs nothing of this process."""
     named = weights.weights if isinstance(weights, Extracted) else detached(weights)
     stream = io.BytesIO()
     torch.save(named, stream)
@@ -36,7 +36,7 @@ def _packed(weights: Any) -> bytes:
 
 
 class Sender:
-    """The end where weights are made. It travels to workers with the process's arguments, as the receivers' ends."""
+    """The sending side: a pipe for each worker. Workers get it with their process arguments, and use their end."""
 
     def __init__(self, workers: Sequence[int], ctx: Any = None) -> None:
         self._pairs: dict[int, tuple[Connection, Connection]] = {
@@ -52,11 +52,11 @@ class Sender:
         return list(self._pairs)
 
     def theirs(self, worker: int) -> Connection:
-        """Return the end of the link that is for this worker."""
+        """Return this worker's end of its pipe."""
         return self._pairs[worker][1]
 
     def send(self, weights: Mapping[int, Any], *, wait: bool, timeout: float | None = None) -> None:
-        """New weights for some; with `wait`, returns when they act with them."""
+        """Send new weights to some workers; with `wait`, return once all of them have applied theirs."""
         packed: dict[int, bytes] = {}
         for worker, one in weights.items():
             known = packed.get(id(one))
@@ -77,12 +77,12 @@ class Sender:
             raise WorkerRaised(f"worker {worker} could not apply its weights: {answer}")
 
     def keep(self, worker: int | None) -> None:
-        """Close the ends that belong to others: a link of which nobody else holds an end tells of a death.
+        """Close the pipe ends that belong to other processes, so that a pipe breaks when the process at its end dies.
 
-        In a worker, all but its own; in the process where weights are made (None), those of the workers, who have them.
+        In a worker, close all ends but its own; in the sending process (`worker` None), close the workers' ends.
         """
         if (self._owner == os.getpid()) != (worker is None):
-            return  # both sides in one process
+            return  # both sides are in one process
         for other, (ours, theirs) in self._pairs.items():
             if worker is not None:
                 ours.close()
@@ -97,13 +97,13 @@ class Sender:
 
 
 class Receiver:
-    """The end where weights act: a thread applies them as they come."""
+    """The receiving side: a thread applies weights as they arrive."""
 
     def __init__(self, connection: Connection, apply: Callable[[Any], None]) -> None:
         self._connection, self._apply = connection, apply
         self._came = threading.Condition()
-        self._new: Any = None  # the last weights that nobody has asked for yet
-        self._next()  # the first, before anything is done with the model
+        self._new: Any = None  # the last weights, until `receive` returns them
+        self._next()  # the first weights, before the model is used
         self._thread = threading.Thread(target=self._run, name="reap-weights", daemon=True)
         self._thread.start()
 
@@ -120,12 +120,12 @@ class Receiver:
         self._connection.send(_APPLIED)
 
     def _run(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # nobody sends any more
+        with contextlib.suppress(EOFError, OSError):  # the sender closed the pipe, or ended
             while True:
                 self._next()
 
     def receive(self, timeout: float | None) -> Any:
-        """Weights that came since the last call, applied already; waits `timeout` seconds for them. None: none came."""
+        """Return the last weights applied since the previous call; None if none arrive within `timeout` seconds."""
         with self._came:
             self._came.wait_for(lambda: self._new is not None, timeout)
             weights, self._new = self._new, None
@@ -133,7 +133,7 @@ class Receiver:
 
 
 def weights_of(worker: int, given: Any, strategy: Any) -> Any:
-    """Return what a worker is to have: its own of a mapping by worker, or what is given for all."""
+    """Return the weights to send to a worker: its own if `given` is a dict by worker, else those given for all."""
     if isinstance(given, dict) and worker in given:
         given = given[worker]
     own = own_strategy(strategy)
