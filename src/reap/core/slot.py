@@ -278,7 +278,7 @@ class Slot:
     def cut(self, keys: RowKeys, current: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
         """Return this slot's rows in order of time.
 
-        Up to `_CHUNK` rows are cut once and kept; longer slots are cut in chunks, anew for each rollout.
+        Up to `_CHUNK` rows are cut once and kept; longer slots are cut in chunks, again for each rollout.
         """
         if self._rows is not None and self._rows[0] is keys:
             return iter(self._rows[1])

@@ -117,7 +117,7 @@ def own_strategy(strategy: Any) -> Any:
 
 
 def extract(strategy: Any, source: Any) -> Any:
-    """Return the weights that a strategy extracts from `source`, or `source` if it is a TensorDict or dict of weights."""
+    """Return `source` if it is a TensorDict or dict of weights, else the weights that a strategy extracts from it."""
     return source if isinstance(source, (TensorDictBase, Mapping)) else strategy.extract_weights(source)
 
 

@@ -25,7 +25,7 @@ class EpisodeEnds:
         self._kept.append((step, lanes, [rows[i][lanes] for i in self.compact]))
 
     def finals(self, slot: Slot, steps: int, current: Sequence[np.ndarray[Any, Any]]) -> Finals:
-        """Return all kept successors, and those of the last step for lanes whose episode goes on, from `current`."""
+        """Return all kept successors, and those of the last step, from `current`, for lanes whose episode continues."""
         over = {lane for step, lane in zip(self.when, self.where) if step == steps - 1}
         self.keep(steps - 1, [lane for lane in range(slot.layout.lanes) if lane not in over], current)
         kept = self._kept

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-EVERY = 16  # one of so many rollouts is timed
+EVERY = 16  # one of every 16 rollouts is timed
 _now = time.perf_counter
 
 
