@@ -153,21 +153,18 @@ class WeightSyncScheme:
         """
         if self.transport == "none":
             return
-        sender = self._linked()
+        sender = self._sender
+        if sender is None or not self._connected:
+            raise WrongState("send() comes after init_on_sender() and connect()")
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         unknown = [w for w in ids or () if w not in sender]
         if unknown:
             raise UsageError(f"there is no worker {unknown[0]}; they are {sender.workers()}")
         given = self.first if weights is None else weights
         if ids is None:
-            apart = by_worker(given)
-            ids = [w for w in sender.workers() if not apart or w in given]
+            per_worker = by_worker(given)
+            ids = [w for w in sender.workers() if not per_worker or w in given]
         sender.send({w: weights_of(w, given, self.strategy) for w in ids}, wait=self.sync)
-
-    def _linked(self) -> Sender:
-        if self._sender is None or not self._connected:
-            raise WrongState("send() comes after init_on_sender() and connect()")
-        return self._sender
 
     # ---- by hand: the receiving side --------------------------------------------------------------------------------
 
@@ -208,8 +205,8 @@ class WeightSyncScheme:
                     f"no link for worker {worker}: the scheme must come from where init_on_sender() was called"
                 )
             self.worker_idx = worker
-            self._sender.keep(worker)
-            self._receiver = Receiver(self._sender.theirs(worker), self.apply_weights)
+            self._sender.close_other_ends(worker)
+            self._receiver = Receiver(self._sender.worker_end(worker), self.apply_weights)
         elif self.transport == "none":
             pass
         elif self._sender is None:
@@ -222,7 +219,7 @@ class WeightSyncScheme:
             first = self.first if weights is None else weights
             every = {w: weights_of(w, first, self.strategy) for w in self._sender.workers()}
             self._sender.send(every, wait=True)
-            self._sender.keep(None)
+            self._sender.close_other_ends(None)
         self._connected = True
 
     def receive(self, timeout: float | None = 0.0) -> Any:
@@ -268,11 +265,11 @@ def as_scheme(given: Any) -> Any:
         return given
     options = {"per_worker_weights": True} if getattr(given, "per_worker_weights", False) else {}
     ours: WeightSyncScheme = globals()[kind.__name__](given.strategy, getattr(given, "sync", True), **options)
-    ours.first = _first_of(given)
+    ours.first = _initial_weights_of(given)
     return ours
 
 
-def _first_of(theirs: Any) -> Any:
+def _initial_weights_of(theirs: Any) -> Any:
     """Return the weights given to `init_on_sender` of TorchRL's scheme: for all, or a dict by worker; None if none."""
     if not theirs.initialized_on_sender:
         return None
@@ -402,7 +399,7 @@ class MPTransport:
         return True
 
 
-class _OfCollectors:
+class _NameOnlyTransport:
     """A transport that exists by name only: the collector given the scheme sends the weights itself."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -412,19 +409,19 @@ class _OfCollectors:
         )
 
 
-class SharedMemTransport(_OfCollectors):
+class SharedMemTransport(_NameOnlyTransport):
     """Shared memory. The name exists for scripts that import it; see `SharedMemWeightSyncScheme`."""
 
 
-class RayTransport(_OfCollectors):
+class RayTransport(_NameOnlyTransport):
     """Ray. The name exists for scripts that import it; see `RayWeightSyncScheme`."""
 
 
-class RPCTransport(_OfCollectors):
+class RPCTransport(_NameOnlyTransport):
     """TensorPipe. The name exists for scripts that import it; see `RPCWeightSyncScheme`."""
 
 
-class DistributedTransport(_OfCollectors):
+class DistributedTransport(_NameOnlyTransport):
     """Gloo. The name exists for scripts that import it; see `DistributedWeightSyncScheme`."""
 
 

@@ -44,9 +44,9 @@ class RecordsActions(Wrapped):
         self._make = make
         lanes = env.spec.lanes
         self._steps: list[tuple[Any, ...]] = []  # actions of all lanes, step by step
-        self._before = 0  # steps deleted so far
+        self._deleted = 0  # steps deleted so far
         self._began = np.zeros(lanes, np.int64)  # the step at which each lane's episode began
-        self._start: list[Any] = [None] * lanes  # the state of each lane at that step; None: it could not be saved
+        self._start_state: list[Any] = [None] * lanes  # the state of each lane at that step; None: not saved
         self._seed: list[int | None] = [None] * lanes
         self._episodes = [0] * lanes  # resets of each lane since the one with that seed
         self._action: Mapping[Key, Leaf] = env.spec.action
@@ -63,14 +63,14 @@ class RecordsActions(Wrapped):
             self._write(error, "reset")
             raise error from error.__cause__
         chosen = list(lanes)
-        self._began[chosen] = self._before + len(self._steps)
+        self._began[chosen] = self._deleted + len(self._steps)
         for i, lane in enumerate(chosen):
             self._seed[lane] = self._seed[lane] if seeds is None else int(seeds[i])
             self._episodes[lane] = 0 if seeds is not None else self._episodes[lane] + 1
-            self._start[lane] = self._state_of(lane)
-        if (old := int(self._began.min()) - self._before) > _TRIM:
+            self._start_state[lane] = self._state_of(lane)
+        if (old := int(self._began.min()) - self._deleted) > _TRIM:
             del self._steps[:old]
-            self._before += old
+            self._deleted += old
 
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         return False  # an env that rebuilt its lanes would hide the errors that this class writes to a file
@@ -94,10 +94,10 @@ class RecordsActions(Wrapped):
         """Write the file and set `error.failure_file` to its path. Log a failure to write, so `error` stays visible."""
         lane = error.lane or 0
         path = Path(self._directory) / f"reap-failure-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}.pt"
-        steps = self._steps[int(self._began[lane]) - self._before :]
+        steps = self._steps[int(self._began[lane]) - self._deleted :]
         columns = [torch.from_numpy(np.stack([step[n][lane] for step in steps])) for n in range(len(self._action))]
-        exact = self._start[lane] is not None or (self._seed[lane] is not None and not self._episodes[lane])
-        looks = [(list(key), list(leaf.shape), leaf.dtype) for key, leaf in self._action.items()]
+        exact = self._start_state[lane] is not None or (self._seed[lane] is not None and not self._episodes[lane])
+        action_leaves = [(list(key), list(leaf.shape), leaf.dtype) for key, leaf in self._action.items()]
         state: dict[str, Any] = {
             "format": FORMAT,
             "worker": self._worker,
@@ -109,8 +109,8 @@ class RecordsActions(Wrapped):
             "steps": len(steps),
             "error": str(error),
             "actions": columns if steps else [],
-            "action": looks,
-            "start": self._start[lane],
+            "action": action_leaves,
+            "start": self._start_state[lane],
             "env": self._make,
         }
         try:

@@ -43,8 +43,10 @@ class TrajectoryIds:
 
         If `first` belongs to another worker's ids, continue at or above the larger of the two positions.
         """
-        self.next = first if (first - self.next) % self._stride == 0 else self.next
-        self.skip_to(first)
+        if (first - self.next) % self._stride == 0:
+            self.next = first
+        else:
+            self.skip_to(first)
 
     def skip_to(self, first: int) -> None:
         """Continue at or above `first`, without going back."""
@@ -113,19 +115,19 @@ class Ledger:
         made = None  # frames of each lane, if gaps were closed and frames are its first rows
         over = arrays[("next", "done")][when, where, 0] if CUT in arrays and mask is not None else None
         if mask is not None:
-            when, made = self._settle(mask, slot, steps, when, where, version is None)
+            when, made = self._finish_mask(mask, slot, steps, when, where, version is None)
             frames = int(np.count_nonzero(mask))
         counted, began = None, None
         if over is not None and not over.all():
-            when, where, counted = self._cut_short(when, where, over)
+            when, where, counted = self._shift_cut_ends(when, where, over)
             began = when[~counted] + 1, where[~counted]
         if cut is not None:
-            when, where, counted = self._ended_before(when, where, *cut)
+            when, where, counted = self._add_cut_ends(when, where, *cut)
         reward = arrays[self.reward][:steps]
         one = reward.ndim == 3 and reward.shape[2] == 1
         number = reward[..., 0] if one else reward.reshape(steps, len(self.ids), -1).mean(-1)
-        blank = None if mask is None or frames == mask.size else ~mask
-        frame = None if blank is None or made is not None else ~blank[:steps]
+        no_frame = None if mask is None or frames == mask.size else ~mask
+        frame = None if no_frame is None or made is not None else ~no_frame[:steps]
         so_far = self.stats.rollout(
             number,
             when,
@@ -142,27 +144,27 @@ class Ledger:
             for key, values in ((EPISODE_RETURN, so_far.returns), (EPISODE_LENGTH, so_far.lengths)):
                 arrays[key][:steps] = values
                 arrays[key][steps:] = 0
-                if blank is not None:
-                    np.putmask(arrays[key], blank, 0)
+                if no_frame is not None:
+                    np.putmask(arrays[key], no_frame, 0)
         if CUT in arrays:
             if cut is None:
                 arrays[CUT][...] = False
             self.write_cuts(arrays[CUT])
             if began is not None and mask is not None:
-                self._mark_inside(arrays[CUT], mask, *began)
+                self._mark_after_cuts(arrays[CUT], mask, *began)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
-            if blank is not None:
-                np.putmask(arrays[TRAJ_IDS], blank, -1)
+            if no_frame is not None:
+                np.putmask(arrays[TRAJ_IDS], no_frame, -1)
         if version is None and ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
         for key in (VERSION, ("next", *VERSION)):
             if key in arrays and version is not None:
                 arrays[key][...] = version
-                if blank is not None:
-                    np.putmask(arrays[key], blank, 0)
+                if no_frame is not None:
+                    np.putmask(arrays[key], no_frame, 0)
 
-    def _cut_short(self, when: Array, where: Array, over: Array) -> tuple[Array, Array, Array]:
+    def _shift_cut_ends(self, when: Array, where: Array, over: Array) -> tuple[Array, Array, Array]:
         """Return steps and lanes where trajectories ended, and which of these ends are ends of episodes.
 
         The others were cut by a failure: such a trajectory ends at the frame before the one that was lost.
@@ -174,7 +176,7 @@ class Ledger:
         self._cut = sorted({*self._cut, *lanes})
         return when[~first], where[~first], over[~first]
 
-    def _ended_before(self, when: Array, where: Array, first: Array, lanes: Array) -> tuple[Array, Array, Array]:
+    def _add_cut_ends(self, when: Array, where: Array, first: Array, lanes: Array) -> tuple[Array, Array, Array]:
         """Return steps and lanes where trajectories ended, and which of these ends are ends of episodes.
 
         The others were cut by a failure, just before the frames at steps `first` of `lanes`.
@@ -187,7 +189,7 @@ class Ledger:
         counted = order < len(when)
         return np.r_[when, steps][order], np.r_[where, of][order], counted
 
-    def _mark_inside(self, column: Array, mask: Array, first: Array, lanes: Array) -> None:
+    def _mark_after_cuts(self, column: Array, mask: Array, first: Array, lanes: Array) -> None:
         """Mark the rows after a cut. If a lane has no such row yet, its first row of the next rollout is marked."""
         there = first < len(column)
         there[there] = mask[first[there], lanes[there]]
@@ -210,7 +212,7 @@ class Ledger:
         else:
             column[1:] = self.ids
 
-    def _settle(
+    def _finish_mask(
         self, mask: Array, slot: Slot, steps: int, when: Array, where: Array, versions: bool
     ) -> tuple[Array, Array | None]:
         """Finish the mask, close the gaps of skipped steps, and clear rows without a frame.

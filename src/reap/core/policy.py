@@ -384,7 +384,8 @@ class TensorDictPolicy(TensorPolicy):
         out = self.call(td)
         out = td if out is None else out
         if is_named(out) and not isinstance(out, TensorDictBase):
-            self.call = _returning_tensordict(self.call)
+            call = self.call
+            self.call = lambda td: as_tensordict(call(td), td.batch_size)
             out = as_tensordict(out, td.batch_size)
         if not isinstance(out, TensorDictBase):
             raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
@@ -415,11 +416,6 @@ def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> d
             columns[key] = torch.from_numpy(array).reshape((*spec.size, *leaf.shape))
     shown = [(flag,) for flag in FLAGS if (flag,) not in spec.look.hidden]
     return columns | {flag: torch.zeros((*spec.size, 1), dtype=torch.bool) for flag in shown}
-
-
-def _returning_tensordict(call: Callable[..., Any]) -> Callable[[TensorDictBase], TensorDict]:
-    """Wrap a `call` that returns its named outputs in another form, so that it returns a TensorDict."""
-    return lambda td: as_tensordict(call(td), td.batch_size)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -236,7 +236,7 @@ class Slot:
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
-        self._ended: deque[Any] = deque()  # the columns of the loan that are no longer referenced
+        self._unreferenced: deque[Any] = deque()  # the columns of the loan that are no longer referenced
         keys = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS]
         self._flags = [self.arrays[key] for key in keys if key in self.arrays]
 
@@ -266,14 +266,14 @@ class Slot:
         owners = {key: array.view() for key, array in self.arrays.items() if key not in self._loose}
         # Ctrl-C during a Python finalizer is swallowed, and the finalizer is left unfinished. `deque.append` is C code:
         # it cannot be interrupted, and it is atomic in whatever thread drops the last tensor.
-        self._ended = deque()
-        self._loan = [weakref.ref(owner, self._ended.append) for owner in owners.values()]
+        self._unreferenced = deque()
+        self._loan = [weakref.ref(owner, self._unreferenced.append) for owner in owners.values()]
         return owners | self.hand_over()
 
     @property
     def returned(self) -> bool:
         """Whether none of the columns that were lent is referenced any more."""
-        return len(self._ended) == len(self._loan)
+        return len(self._unreferenced) == len(self._loan)
 
     def cut(self, keys: RowKeys, current: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
         """Return this slot's rows in order of time.
@@ -292,17 +292,17 @@ class Slot:
         arrays, batched = self.arrays, self.layout.batched
         columns, dims = self.layout.columns, self.layout.look.dims
 
-        def seen(key: Key) -> np.ndarray[Any, Any]:  # the column with the lane dimensions that policies see
+        def policy_view(key: Key) -> np.ndarray[Any, Any]:  # the column with the lane dimensions that policies see
             part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
             return part if dims is None else part.reshape(b - a, *dims, *part.shape[2:])
 
         def tensor_rows(key: Key) -> Sequence[Any]:
             if columns[key].loose:
                 return [ObjectColumn(columns[key], array, batched) for array in arrays[key][a:b]]
-            return self.layout.tensor(key, seen(key)).unbind(0)
+            return self.layout.tensor(key, policy_view(key)).unbind(0)
 
         def policy_rows(key: Key) -> list[np.ndarray[Any, Any]]:
-            part = seen(key)
+            part = policy_view(key)
             # `part[t, ...]` stays an array even where `part[t]` would be a bare number
             return [part[t, ...] for t in range(b - a)]
 
@@ -323,8 +323,8 @@ class Slot:
             for k, after in zip(keys.observation, afters)
         ]
         rewards = [list(arrays[("next", *k)][a:b]) for k in keys.reward]
-        numbers = columns[("next", *keys.reward[0])].shape == (1,)
-        reward = flat(("next", *keys.reward[0])) if numbers else rewards[0]
+        scalar = columns[("next", *keys.reward[0])].shape == (1,)
+        reward = flat(("next", *keys.reward[0])) if scalar else rewards[0]
         mask = list(arrays[MASK][a:b]) if MASK in arrays else [None] * (b - a)
         done = flat(("next", "done"))
         terminated, truncated = flat(("next", "terminated")), flat(("next", "truncated"))

@@ -34,7 +34,7 @@ from reap.core.measuring.times import EVERY, StepTimes
 
 Array = np.ndarray[Any, Any]
 _COUNTS = ("frames", "rollouts", "episodes", "nan_rewards", "seconds")
-_NUMBERS = len(COLUMNS)  # numbers kept of an episode
+_ROW_LENGTH = len(COLUMNS)  # numbers kept of an episode
 _OPEN = ("open_return", "open_discounted", "open_length")
 TOLD = (
     "episodes",
@@ -46,7 +46,7 @@ TOLD = (
     "transport_seconds",
     "wait_seconds",
 )  # a worker's counts, in the order in which `numbers_of` encodes them
-_SPLIT = ("env_seconds", "policy_seconds", "loop_seconds", "transport_seconds", "wait_seconds")
+_TIMES = ("env_seconds", "policy_seconds", "loop_seconds", "transport_seconds", "wait_seconds")
 
 
 class SoFar(NamedTuple):
@@ -72,7 +72,7 @@ class Stats:
         self._open_since = np.full(lanes, time.perf_counter())
         self._version, self._began = 0, 0.0
         self.span = (0.0, 0.0)  # when the last rollout began and ended
-        self._untold = UntoldEpisodes()
+        self._unreported = UntoldEpisodes()
         self._times = StepTimes()
 
     def begin(self, version: int = 0) -> StepTimes | None:
@@ -128,22 +128,22 @@ class Stats:
             count = np.cumsum(mask, axis=0, dtype=np.int32)
         discounted = found = None
         if so_far or self.gamma is not None:
-            began = _Beginnings(total.shape, when, where)
-            lengths = count - began.before(count, -self.open_length)
+            starts = _EpisodeStarts(total.shape, when, where)
+            lengths = count - starts.before(count, -self.open_length)
             if self.gamma is not None:
                 discounted = running(np.add, reward * self.gamma ** (lengths - 1.0), np.empty(total.shape))
             if so_far:
-                found = SoFar(total - began.before(total, -self.open_return), lengths)
-        in_all = count[-1] if made is None else made
+                found = SoFar(total - starts.before(total, -self.open_return), lengths)
+        per_lane = count[-1] if made is None else made
         if not len(when):
             self.open_return += total[-1]
-            self.open_length += in_all
+            self.open_length += per_lane
             if discounted is not None:
                 self.open_discounted += discounted[-1]
             return found
         rows, ends = self._rows(when, where, len(total), terminated, versions)
         rows[ends.order, RETURN] = ends.since(total, total[-1], self.open_return)
-        rows[ends.order, LENGTH] = ends.since(count, in_all, self.open_length)
+        rows[ends.order, LENGTH] = ends.since(count, per_lane, self.open_length)
         if discounted is None:
             rows[:, DISCOUNTED] = np.nan
         else:
@@ -156,7 +156,7 @@ class Stats:
     ) -> tuple[Episodes, _LaneEnds]:
         """Return a row for each episode that ended in a rollout of `steps` steps, without its return and length."""
         lasted = time.perf_counter() - self._began
-        rows, ends = np.empty((len(when), _NUMBERS)), _LaneEnds(when, lanes)
+        rows, ends = np.empty((len(when), _ROW_LENGTH)), _LaneEnds(when, lanes)
         rows[:, TIME] = self._began + (when + 1) * (lasted / steps)
         rows[:, LANE] = lanes
         rows[:, TERMINATED] = terminated
@@ -169,7 +169,7 @@ class Stats:
     def ended(self, rows: Episodes) -> None:
         """Count these episodes, in the order in which they ended."""
         self.episodes += len(rows)
-        self._untold.add(rows[-KEPT:])
+        self._unreported.add(rows[-KEPT:])
 
     def mixed_rollout(
         self,
@@ -196,7 +196,7 @@ class Stats:
 
     def ended_since(self) -> Episodes:
         """Return the episodes that ended since the last call."""
-        return self._untold.take()
+        return self._unreported.take()
 
     def state(self) -> dict[str, Any]:
         """Return all counts, from which another worker can continue."""
@@ -260,22 +260,22 @@ class _LaneEnds:
         found[self._first] = opened[self._lane[self._first]]
         return found
 
-    def since(self, total: Array, in_all: Array, opened: Array) -> Array:
-        """Return how much of a running total `[T, N]` each episode got; `in_all` is the total of each lane.
+    def since(self, total: Array, per_lane: Array, opened: Array) -> Array:
+        """Return how much of a running total `[T, N]` each episode got; `per_lane` is the total of each lane.
 
         `opened` holds what the open episodes had before the rollout, and is updated to what they have after it.
         """
         at = total[self._when, self._lane]
         found = at - self.previous(at, -opened)
-        opened += in_all
+        opened += per_lane
         last = np.ones(len(at), bool)
         last[:-1] = self._first[1:]
         lanes = self._lane[last]
-        opened[lanes] = in_all[lanes] - at[last]
+        opened[lanes] = per_lane[lanes] - at[last]
         return found
 
 
-class _Beginnings:
+class _EpisodeStarts:
     """Knows for each row of a rollout where its episode began."""
 
     def __init__(self, shape: tuple[int, ...], when: Array, where: Array) -> None:
@@ -333,7 +333,7 @@ def told(stats: Sequence[Mapping[str, Any]], log: EpisodeLog, worker: int | None
         "nan_rewards": counts["nan_rewards"],
         "collect_seconds": counts["collect_seconds"],
         "frames_per_second": counts["frames_per_second"],
-        **{name: split[name] for name in _SPLIT},
+        **{name: split[name] for name in _TIMES},
     }
 
 

@@ -75,8 +75,8 @@ class Plan:
         self, spec: EnvSpec, columns: Mapping[Key, Any], carry: Mapping[Key, Any], **more: Any
     ) -> PolicyContext:
         """Return the context in which `as_policy` builds the policy, with the options of this plan."""
-        asked: dict[str, Any] = {"trust": self.trust_policy, "out_keys": self.out_keys, "compile": self.compile_policy}
-        return PolicyContext(spec, columns, self.exploration, carry=list(carry), **asked, **more)
+        more |= {"trust": self.trust_policy, "out_keys": self.out_keys, "compile": self.compile_policy}
+        return PolicyContext(spec, columns, self.exploration, carry=list(carry), **more)
 
 
 class Worker(AnyWorker):
@@ -107,26 +107,26 @@ class Worker(AnyWorker):
         env.captures = plan.capture
         env.bind_policy(self.model)
         self.rebuilds = Rebuilds(budget, env, plan)
-        self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
-        self.env = with_recurrent_state(env, self.model, self.memory)
+        self.carry = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
+        self.env = with_recurrent_state(env, self.model, self.carry)
         spec = self.env.spec
         if not plan.reset_when_done and not spec.single_steps:
             raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
         self.lanes = spec.all_lanes
         self._quota = None if plan.episodes is None else EpisodeQuota(plan.episodes, self.lanes)
         if self._quota is not None:
-            self.should_stop = self._played
+            self.should_stop = self._episodes_played
         self.stats: Stats = Stats(self.lanes, plan.gamma)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
         self._draw = self.env.draw if self.env.draws else None
-        self._noise = LaneGenerators(spec.lanes) if plan.deterministic else None
-        self.policy = self._policy(spec, current) if self._noise is None else self._lane_by_lane(current, self._noise)
+        self._lane_generators = LaneGenerators(spec.lanes) if plan.deterministic else None
+        self.policy = self._make_policy(spec, current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         outputs = self.policy.outputs
-        self.random: Policy = RandomActions(spec.action, outputs, self.memory, self._draw, action_masks(spec))
-        if self._noise is not None and self._draw is None:
-            self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._noise, spec)
+        self.random: Policy = RandomActions(spec.action, outputs, self.carry, self._draw, action_masks(spec))
+        if self._lane_generators is not None and self._draw is None:
+            self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._lane_generators, spec)
         skips = spec.rows == "skipping" or self.env.tells_cuts
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done, skips=skips)
         self.loop = RolloutLoop(
@@ -190,10 +190,10 @@ class Worker(AnyWorker):
     def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
         if self.plan.stop is not None:
             raise UsageError("interruptor stops all lanes at one step; this env's lanes come as they are ready")
-        theirs = [key for key in self.policy.outputs if key[0] == "next" and key[1:] not in self.memory]
-        if theirs:
+        written = [key for key in self.policy.outputs if key[0] == "next" and key[1:] not in self.carry]
+        if written:
             raise UsageError(
-                f"policy writes {show_keys(theirs)}; where lanes come as they are ready only a declared carry is kept"
+                f"policy writes {show_keys(written)}; where lanes come as they are ready only a declared carry is kept"
             )
 
     def _check_compact(self, columns: Mapping[Key, Leaf]) -> None:
@@ -213,23 +213,25 @@ class Worker(AnyWorker):
                 f"compact_obs needs observations as the env made them; the policy overwrites {show_keys(both)}"
             )
 
-    def _lane_by_lane(self, current: Sequence[Any], noise: LaneGenerators) -> Policy:
-        """Return a policy that acts on each lane by itself."""
-        one = spec_of_one(self.env.spec, record=self.plan.cuda_graphs)
-        policies = [self._policy(one, [array[:1] for array in current]) for _ in range(self.env.spec.lanes)]
-        return LaneByLane(policies, noise, self.env.spec)
-
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        if self._noise is not None:
-            self._noise.seed(chain(seed, self.lanes, static=static)[0])
+        if self._lane_generators is not None:
+            self._lane_generators.seed(chain(seed, self.lanes, static=static)[0])
         return super().set_seed(seed, static=static)
 
-    def _policy(self, spec: EnvSpec, current: Sequence[Any]) -> Policy:
+    def _make_policy(self, spec: EnvSpec, current: Sequence[Any]) -> Policy:
+        """Return the policy for all lanes; with `deterministic`, a policy that acts on each lane by itself."""
+        if self._lane_generators is None:
+            return self._make_one_policy(spec, current)
+        one = spec_of_one(spec, record=self.plan.cuda_graphs)
+        policies = [self._make_one_policy(one, [array[:1] for array in current]) for _ in range(spec.lanes)]
+        return LaneByLane(policies, self._lane_generators, spec)
+
+    def _make_one_policy(self, spec: EnvSpec, current: Sequence[Any]) -> Policy:
         plan = self.plan
         own: Policy | None = self.env.make_policy(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
         places = {"device": plan.policy_device, "shown": plan.shown_device}
-        context = plan.context(spec, columns, self.memory, draw=self._draw, **places)
+        context = plan.context(spec, columns, self.carry, draw=self._draw, **places)
         if own is not None and plan.out_keys is not None:
             raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")
         policy = own or as_policy(self.model, context)
@@ -270,7 +272,7 @@ class Worker(AnyWorker):
                 "would be another lane's. Declare it as carry, or give a module that keeps nothing"
             )
         try:
-            while missing := sorter.lacks(slot.layout.steps):
+            while missing := sorter.missing_frames(slot.layout.steps):
                 self._stop_after(missing)
                 sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
                 sorter.dropped = self.env.dropped()
@@ -297,7 +299,7 @@ class Worker(AnyWorker):
 
         self.loop.stop = enough
 
-    def _played(self) -> bool:
+    def _episodes_played(self) -> bool:
         """Count the episodes that the last step ended, and return whether the rollout should stop."""
         assert self._filling is not None
         assert self._quota is not None

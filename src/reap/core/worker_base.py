@@ -29,7 +29,7 @@ class AnyWorker:
     model: Any  # the policy as the user made it
     policy: Policy
     tells_episodes = True  # whether it can report its episodes one by one
-    _lost = False  # whether the last rollout was never delivered
+    _rollout_lost = False  # whether the last rollout was never delivered
 
     @property
     def version(self) -> int:
@@ -77,12 +77,12 @@ class AnyWorker:
 
         They are elsewhere after a lost rollout, or when the user moved the env by hand.
         """
-        if self.plan.reset_at_each_iter or self._lost or self.env.driver is not self.loop.driver_token:
+        if self.plan.reset_at_each_iter or self._rollout_lost or self.env.driver is not self.loop.driver_token:
             self._begin(range(self.lanes))
 
     def begin_anew(self) -> None:
         """Note that the last rollout was lost (Ctrl-C): the next one starts new trajectories in all lanes."""
-        self._lost = True
+        self._rollout_lost = True
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """Start new episodes in `lanes`, or in all."""
@@ -94,7 +94,7 @@ class AnyWorker:
         self._reset(lanes, seeds, fresh_ids=fresh_ids)
         if len({*lanes}) == self.lanes:  # all lanes stand at a first observation, whatever moved them before
             self.env.driver = self.loop.driver_token
-            self._lost = False
+            self._rollout_lost = False
 
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         raise NotImplementedError
@@ -112,13 +112,13 @@ class AnyWorker:
 
         `why`: a reason not to save the open episodes; a worker that resumes then starts new ones.
         """
-        if self._lost and why is None:
+        if self._rollout_lost and why is None:
             self._begin(range(self.lanes))  # a trajectory must not continue after frames that were lost
         why, env, current, policy = why or self._cannot_resume(), None, [], []
         try:
             if why is None:
                 env, policy = self.env.open_state(), self.policy.open_state()
-                current = [self._saved(leaf, array) for leaf, array in self._seen()]
+                current = [self._save_leaf(leaf, array) for leaf, array in self._next_observation()]
         except CannotResume as reason:
             why = str(reason)
         state = {"format": FORMAT, "lanes": self.lanes, "why": why, "env": env, "current": current, "policy": policy}
@@ -128,21 +128,21 @@ class AnyWorker:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue from the `open_state` of another worker."""
-        check(state, self.lanes, [leaf for leaf, _ in self._seen()])
-        goes_on = state["why"] is None
-        if goes_on:
+        check(state, self.lanes, [leaf for leaf, _ in self._next_observation()])
+        resumes = state["why"] is None
+        if resumes:
             self.env.load_open_state(state["env"])
             self.policy.load_open_state(state["policy"])
-            for (leaf, array), kept in zip(self._seen(), state["current"]):
-                self._restore(leaf, array, kept)
+            for (leaf, array), kept in zip(self._next_observation(), state["current"]):
+                self._restore_leaf(leaf, array, kept)
         self.ledger.counter.go_on_at(int(state["next_id"]))
-        if goes_on:
+        if resumes:
             torch.as_tensor(self.ledger.ids).copy_(state["ids"])
             self.loop.due = list(state["due"])
         else:
             self._reset(range(self.lanes))
-        self.stats.load(state["statistics"], opened=goes_on)
-        self.env.driver, self._lost = self.loop.driver_token, False
+        self.stats.load(state["statistics"], opened=resumes)
+        self.env.driver, self._rollout_lost = self.loop.driver_token, False
         if state["random"] is not None:
             set_generators(state["random"])  # last: nothing may draw from them before the next step
 
@@ -150,14 +150,14 @@ class AnyWorker:
         """Return why this worker's episodes cannot be resumed, whatever its env supports; None if they can."""
         return None
 
-    def _seen(self) -> list[tuple[Leaf, Any]]:
+    def _next_observation(self) -> list[tuple[Leaf, Any]]:
         """Return the leaves and values of the next observation of all lanes."""
         return list(zip(self.env.spec.observation.values(), self.loop.current))
 
-    def _saved(self, leaf: Leaf, array: Any) -> Any:
+    def _save_leaf(self, leaf: Leaf, array: Any) -> Any:
         return packed(array) if leaf.loose else _as_tensor(array, leaf).cpu().clone()
 
-    def _restore(self, leaf: Leaf, array: Any, kept: Any) -> None:
+    def _restore_leaf(self, leaf: Leaf, array: Any, kept: Any) -> None:
         if leaf.loose:
             array[...] = unpacked(kept)
         else:

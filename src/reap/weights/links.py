@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from reap.errors import NotReady, WorkerDied, WorkerRaised
+from reap.errors import WorkerDied, WorkerRaised
 from reap.weights.local import detached
 from reap.weights.strategy import Extracted, extract, own_strategy
 
@@ -51,32 +51,29 @@ class Sender:
         """Return the numbers of the workers that are linked."""
         return list(self._pairs)
 
-    def theirs(self, worker: int) -> Connection:
+    def worker_end(self, worker: int) -> Connection:
         """Return this worker's end of its pipe."""
         return self._pairs[worker][1]
 
-    def send(self, weights: Mapping[int, Any], *, wait: bool, timeout: float | None = None) -> None:
+    def send(self, weights: Mapping[int, Any], *, wait: bool) -> None:
         """Send new weights to some workers; with `wait`, return once all of them have applied theirs."""
-        packed: dict[int, bytes] = {}
+        packed: dict[int, bytes] = {}  # by id: weights for several workers are packed once
         for worker, one in weights.items():
-            known = packed.get(id(one))
-            packed[id(one)] = data = _packed(one) if known is None else known
-            self._pairs[worker][0].send_bytes(data)
+            if id(one) not in packed:
+                packed[id(one)] = _packed(one)
+            self._pairs[worker][0].send_bytes(packed[id(one)])
         for worker in weights if wait else ():
-            self._answer(worker, timeout)
+            self._wait_applied(worker)
 
-    def _answer(self, worker: int, timeout: float | None) -> None:
-        ours = self._pairs[worker][0]
+    def _wait_applied(self, worker: int) -> None:
         try:
-            if not ours.poll(timeout):
-                raise NotReady(f"worker {worker} has not applied its weights within {timeout} s")
-            answer = ours.recv()
+            answer = self._pairs[worker][0].recv()
         except (EOFError, OSError) as cause:
             raise WorkerDied(f"worker {worker} has ended, and its end of the link with it") from cause
         if answer != _APPLIED:
             raise WorkerRaised(f"worker {worker} could not apply its weights: {answer}")
 
-    def keep(self, worker: int | None) -> None:
+    def close_other_ends(self, worker: int | None) -> None:
         """Close the pipe ends that belong to other processes, so that a pipe breaks when the process at its end dies.
 
         In a worker, close all ends but its own; in the sending process (`worker` None), close the workers' ends.
@@ -101,34 +98,34 @@ class Receiver:
 
     def __init__(self, connection: Connection, apply: Callable[[Any], None]) -> None:
         self._connection, self._apply = connection, apply
-        self._came = threading.Condition()
-        self._new: Any = None  # the last weights, until `receive` returns them
-        self._next()  # the first weights, before the model is used
+        self._arrived = threading.Condition()
+        self._latest: Any = None  # the last weights, until `receive` returns them
+        self._apply_next()  # the first weights, before the model is used
         self._thread = threading.Thread(target=self._run, name="reap-weights", daemon=True)
         self._thread.start()
 
-    def _next(self) -> None:
+    def _apply_next(self) -> None:
         weights = torch.load(io.BytesIO(self._connection.recv_bytes()), weights_only=False)
         try:
             self._apply(weights)
         except Exception as error:
             self._connection.send(repr(error))
             return
-        with self._came:
-            self._new = weights
-            self._came.notify_all()
+        with self._arrived:
+            self._latest = weights
+            self._arrived.notify_all()
         self._connection.send(_APPLIED)
 
     def _run(self) -> None:
         with contextlib.suppress(EOFError, OSError):  # the sender closed the pipe, or ended
             while True:
-                self._next()
+                self._apply_next()
 
     def receive(self, timeout: float | None) -> Any:
         """Return the last weights applied since the previous call; None if none arrive within `timeout` seconds."""
-        with self._came:
-            self._came.wait_for(lambda: self._new is not None, timeout)
-            weights, self._new = self._new, None
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._latest is not None, timeout)
+            weights, self._latest = self._latest, None
         return weights
 
 

@@ -21,7 +21,7 @@ from reap.spec import Key, as_key, private
 Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
 
 
-def _made(arrays: Arrays) -> list[list[Any]]:
+def _frames_made(arrays: Arrays) -> list[list[Any]]:
     """Return the frames of each worker, in order of time."""
     column = arrays[FRAME]
     owners = [lane for lane in range(column.shape[1]) if isinstance(column[0, lane], TensorDictBase)]
@@ -30,10 +30,10 @@ def _made(arrays: Arrays) -> list[list[Any]]:
     return [[frame for frame in column[:, lane] if isinstance(frame, TensorDictBase)] for lane in owners]
 
 
-def frames_of(arrays: Arrays) -> list[list[Any]]:
+def _padded_frames(arrays: Arrays) -> list[list[Any]]:
     """Return the frames of each worker, padded with zeros like its last frame if it made fewer than the slot holds."""
     steps, found = len(arrays[FRAME]), []
-    for frames in _made(arrays):
+    for frames in _frames_made(arrays):
         blank = torch.zeros_like(frames[-1]) if len(frames) < steps else None
         found.append([*frames, *[blank] * (steps - len(frames))])
     return found
@@ -41,7 +41,7 @@ def frames_of(arrays: Arrays) -> list[list[Any]]:
 
 def assemble_frames(arrays: Arrays, layout: Layout) -> TensorDictBase:
     """Return the batch `[…, T]` of one worker, or the stacked batches of several."""
-    workers = [stacked_in_time(frames) for frames in frames_of(arrays)]
+    workers = [stacked_in_time(frames) for frames in _padded_frames(arrays)]
     own = {key: array for key, array in arrays.items() if key not in layout.look.hidden}
     share = layout.lanes // len(workers)
     for w, batch in enumerate(workers):
@@ -62,7 +62,7 @@ def stacked_in_time(frames: Sequence[TensorDictBase]) -> TensorDictBase:
 
 def mark_frames(arrays: Arrays) -> None:
     """Mark the last frame of every worker as truncated."""
-    for frames in _made(arrays):
+    for frames in _frames_made(arrays):
         reached = frames[-1].get("next")
         flags = [as_key(key) for key in reached.keys(True, True) if as_key(key)[-1] == "truncated"]
         if not flags:

@@ -59,10 +59,10 @@ class Sorter:
         self._open_lanes: Array | None = None
         self._held: list[tuple[Array, dict[Key, Array]]] = []  # (lane of each frame, columns)
         self._count = np.zeros(self._lanes, np.int64)
-        self._begun = np.zeros(self._lanes, bool)  # lanes that have come back from the reset of all lanes
+        self._reset_done = np.zeros(self._lanes, bool)  # lanes that have come back from the reset of all lanes
         self._cut = np.zeros(self._lanes, bool)  # lanes that have made no frame since a failure
 
-    def lacks(self, steps: int) -> int:
+    def missing_frames(self, steps: int) -> int:
         """Return how many more frames are needed, at least, until every lane has `steps` of them."""
         missing = np.maximum(steps - self._count, 0)
         missing[list(self.dropped)] = 0
@@ -77,32 +77,32 @@ class Sorter:
         # After a reset, lanes that are not in hand have yet to come back from it, without a frame.
         if self._open_lanes is None:
             self._open_lanes = np.setdiff1d(np.arange(self._lanes), arrays[LANE_AT][0])
-            self._begun[:] = True
-            self._begun[self._open_lanes] = False
+            self._reset_done[:] = True
+            self._reset_done[self._open_lanes] = False
             self._open = {
                 key: np.zeros_like(flat[key], shape=(len(self._open_lanes), *flat[key].shape[1:]))
                 for key in self._roots
             }
         sent = np.concatenate([self._open_lanes, arrays[LANE_AT].reshape(-1)])
-        came = arrays[NEXT_LANE_AT].reshape(-1)
-        roots, nexts = np.argsort(sent, kind="stable"), np.argsort(came, kind="stable")
-        roots, nexts = roots[sent[roots] >= 0], nexts[came[nexts] >= 0]  # -1: the position was empty
-        answered = _turn(sent[roots]) < np.bincount(came[nexts], minlength=self._lanes)[sent[roots]]
+        returned = arrays[NEXT_LANE_AT].reshape(-1)
+        roots, nexts = np.argsort(sent, kind="stable"), np.argsort(returned, kind="stable")
+        roots, nexts = roots[sent[roots] >= 0], nexts[returned[nexts] >= 0]  # -1: the position was empty
+        answered = _index_in_lane(sent[roots]) < np.bincount(returned[nexts], minlength=self._lanes)[sent[roots]]
         waiting, roots = roots[~answered], roots[answered]
         if MASK in arrays:
             frame = arrays[MASK].reshape(-1)[nexts]
-            cut = self._after_failures(came[nexts], frame)
+            cut = self._after_failures(returned[nexts], frame)
             roots, nexts = roots[frame], nexts[frame]
         else:
             cut = np.zeros(len(nexts), bool)
-        came_first = np.argsort(nexts)
-        roots, nexts = roots[came_first], nexts[came_first]  # in the order in which the successors came
-        lanes = came[nexts]
-        chunk = {key: _rows(self._open[key], flat[key], roots) for key in self._roots}
+        by_arrival = np.argsort(nexts)
+        roots, nexts = roots[by_arrival], nexts[by_arrival]  # in the order in which the successors returned
+        lanes = returned[nexts]
+        chunk = {key: _rows_of_both(self._open[key], flat[key], roots) for key in self._roots}
         chunk.update({key: flat[key][nexts] for key in self._nexts})
         if self._tells_cuts:
-            chunk[CUT] = cut[came_first]
-        self._open = {key: _rows(self._open[key], flat[key], waiting) for key in self._roots}
+            chunk[CUT] = cut[by_arrival]
+        self._open = {key: _rows_of_both(self._open[key], flat[key], waiting) for key in self._roots}
         self._open_lanes = sent[waiting]
         self._held.append((lanes, chunk))
         self._count += np.bincount(lanes, minlength=self._lanes)
@@ -115,7 +115,7 @@ class Sorter:
                 if frame[n]:
                     cut[n], self._cut[lane] = self._cut[lane], False
                 else:
-                    self._cut[lane], self._begun[lane] = self._begun[lane], True
+                    self._cut[lane], self._reset_done[lane] = self._reset_done[lane], True
         return cut[frame]
 
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
@@ -130,17 +130,17 @@ class Sorter:
         held, self._held = self._held, []
         for lanes, chunk in held:
             order = np.argsort(lanes, kind="stable")
-            turn = np.empty(len(lanes), np.int64)
-            turn[order] = _turn(lanes[order])
-            turn += before[lanes]
+            index = np.empty(len(lanes), np.int64)
+            index[order] = _index_in_lane(lanes[order])
+            index += before[lanes]
             before += np.bincount(lanes, minlength=self._lanes)
-            now = turn < steps
+            now = index < steps
             if now.all():  # write whole columns, without the copy that a selection would make
                 for key, column in chunk.items():
-                    slot.arrays[key][turn, lanes] = column
+                    slot.arrays[key][index, lanes] = column
                 continue
             for key, column in chunk.items():
-                slot.arrays[key][turn[now], lanes[now]] = column[now]
+                slot.arrays[key][index[now], lanes[now]] = column[now]
             self._held.append((lanes[~now], {key: column[~now] for key, column in chunk.items()}))
         self._count -= made
         when, where = np.nonzero(slot.arrays[("next", "done")][..., 0])
@@ -148,7 +148,7 @@ class Sorter:
         ledger.close(slot, steps, when, where, due=(), version=None, cut=cut)
 
 
-def _rows(first: Array, then: Array, index: Array) -> Array:
+def _rows_of_both(first: Array, then: Array, index: Array) -> Array:
     """Return rows of two arrays, indexed as if `then` followed `first` in one array."""
     rows: Array = then[np.maximum(index - len(first), 0)]
     early = index < len(first)
@@ -156,7 +156,7 @@ def _rows(first: Array, then: Array, index: Array) -> Array:
     return rows
 
 
-def _turn(lanes: Array) -> Array:
+def _index_in_lane(lanes: Array) -> Array:
     """Number the entries of each lane from 0, for `lanes` in sorted order."""
     fresh = np.r_[True, lanes[1:] != lanes[:-1]] if len(lanes) else np.zeros(0, bool)
     count = np.arange(len(lanes))

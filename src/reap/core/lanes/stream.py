@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 class Stream(Sorter):
     """Collects logs that the loop fills, and delivers batches `[F]` of the frames that came first, of any lanes."""
 
-    def lacks(self, steps: int) -> int:
+    def missing_frames(self, steps: int) -> int:
         """Return how many more frames are needed to have `steps` in all."""
         return max(0, steps - int(self._count.sum()))
 
@@ -47,7 +47,7 @@ class Stream(Sorter):
         arrays[ENV_INDEX][...] = lanes
         if ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
-        ids = _account(ledger, lanes, arrays)
+        ids = _count_frames(ledger, lanes, arrays)
         if TRAJ_IDS in arrays:
             arrays[TRAJ_IDS][...] = ids
         if CUT in arrays:
@@ -58,7 +58,7 @@ class Stream(Sorter):
                 array[frames:] = -1 if key == TRAJ_IDS else 0
 
 
-def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array:
+def _count_frames(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array:
     """Count frames of mixed lanes and the episodes they end, and return the trajectory id of each frame.
 
     Sorted by lane, trajectories are segments, and one pass over their borders finds them all. The frames of a
@@ -71,17 +71,17 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
         number = np.where(np.isfinite(number), number, 0.0)
     order = np.argsort(lanes, kind="stable")
     cut = arrays[CUT] if CUT in arrays else np.zeros(frames, bool)
-    lane, over, anew = lanes[order], done[order], cut[order]
+    lane, over, after_cut = lanes[order], done[order], cut[order]
     new_lane = np.r_[True, lane[1:] != lane[:-1]]
-    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]] | anew)
+    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]] | after_cut)
     lengths = np.diff(np.r_[starts, frames])
     ends = starts + lengths - 1
-    whose, ended = lane[starts], over[ends]
-    first, anew = new_lane[starts], anew[starts]  # segments that are the first of their lane; that follow a failure
-    open_before = first & ~anew
+    segment_lane, ended = lane[starts], over[ends]
+    first, after_cut = new_lane[starts], after_cut[starts]  # of the segments: first of its lane; after a failure
+    open_before = first & ~after_cut
 
     def opened(values: Array) -> Array:
-        return np.where(open_before, values[whose], 0)
+        return np.where(open_before, values[segment_lane], 0)
 
     before = opened(stats.open_length)
     place = np.arange(frames) - np.repeat(starts - before, lengths)  # the index of each frame in its episode
@@ -92,23 +92,23 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
     if stats.gamma is not None:
         weighed = number[order] * float(stats.gamma) ** place
         discounted = np.add.reduceat(weighed, starts) + opened(stats.open_discounted)
-    closed = ended | np.r_[anew[1:] & ~first[1:], False]
+    closed = ended | np.r_[after_cut[1:] & ~first[1:], False]
     in_time = np.flatnonzero(closed)[np.argsort(order[ends[closed]])]  # ended trajectories, in the order of their ends
     whole = in_time[ended[in_time]]
     at = order[ends[whole]]
     stats.mixed_rollout(
-        whose[whole],
+        segment_lane[whole],
         (returns[whole], counts[whole], discounted[whole]),
         at,
         frames=frames,
         terminated=arrays[("next", "terminated")][at, 0],
         versions=arrays[VERSION][at] if VERSION in arrays else None,
     )
-    last = np.r_[whose[1:] != whose[:-1], True]  # segments that are the last of their lane
+    last = np.r_[segment_lane[1:] != segment_lane[:-1], True]  # segments that are the last of their lane
     for mine, values in zip(
         (stats.open_return, stats.open_length, stats.open_discounted), (returns, counts, discounted)
     ):
-        mine[whose[last]] = np.where(ended, 0, values)[last]
+        mine[segment_lane[last]] = np.where(ended, 0, values)[last]
     if EPISODE_RETURN in arrays:
         arrays[EPISODE_LENGTH][order] = place + 1
         total = np.cumsum(number[order])
@@ -116,12 +116,12 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
         arrays[EPISODE_RETURN][order] = total
 
     ids = np.empty(len(starts), np.int64)
-    ids[open_before] = ledger.ids[whose[open_before]]
-    ids[first & anew] = ledger.counter.take(int(np.count_nonzero(first & anew)))
+    ids[open_before] = ledger.ids[segment_lane[open_before]]
+    ids[first & after_cut] = ledger.counter.take(int(np.count_nonzero(first & after_cut)))
     following = np.empty(len(starts), np.int64)
     following[in_time] = ledger.counter.take(len(in_time))
     ids[1:][~first[1:]] = following[:-1][~first[1:]]
-    ledger.ids[whose[last]] = np.where(ended, following, ids)[last]
+    ledger.ids[segment_lane[last]] = np.where(ended, following, ids)[last]
     column = np.empty(frames, np.int64)
     column[order] = np.repeat(ids, lengths)
     return column

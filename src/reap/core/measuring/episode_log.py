@@ -38,13 +38,13 @@ COLUMNS = (
 TIME, RETURN, LENGTH, DISCOUNTED, LANE, WORKER, VERSION, TERMINATED, SECONDS = range(len(COLUMNS))
 Episodes = np.ndarray[Any, np.dtype[np.float64]]  # [n, 9]
 NO_EPISODES: Episodes = np.zeros((0, len(COLUMNS)))
-_CHUNKS, _LARGE = 256, 8192  # numbers of small arrays, and of episodes in them, that are merged into a large array
-_SHARES = (10, 50, 90)  # percentiles
+_SMALL_ARRAYS, _SMALL_EPISODES = 256, 8192  # so many small arrays, or episodes in them, are merged
+_PERCENTILES = (10, 50, 90)
 SUMMARY = (
     "mean_return",
     "mean_length",
-    *(f"return_p{share}" for share in _SHARES),
-    *(f"length_p{share}" for share in _SHARES),
+    *(f"return_p{percent}" for percent in _PERCENTILES),
+    *(f"length_p{percent}" for percent in _PERCENTILES),
 )  # names in `EpisodeLog.summary`
 
 
@@ -67,14 +67,14 @@ class UntoldEpisodes:
             return
         self._small.append(episodes)
         self._rows += len(episodes)
-        if len(self._small) >= _CHUNKS or self._rows >= _LARGE:
+        if len(self._small) >= _SMALL_ARRAYS or self._rows >= _SMALL_EPISODES:
             self._rows = 0
-            self._large.append(np.concatenate([NO_EPISODES, *_popped(self._small)]))
+            self._large.append(np.concatenate([NO_EPISODES, *_emptied(self._small)]))
             self._forget_oldest()
 
     def take(self) -> Episodes:
         """Remove all episodes and return them, sorted by the time they ended."""
-        found = [*_popped(self._large), *_popped(self._small)]
+        found = [*_emptied(self._large), *_emptied(self._small)]
         if not found:
             return NO_EPISODES
         episodes = by_time(np.concatenate(found))
@@ -94,7 +94,7 @@ class UntoldEpisodes:
             beyond -= len(oldest)
 
 
-def _popped(chunks: deque[Episodes]) -> list[Episodes]:
+def _emptied(chunks: deque[Episodes]) -> list[Episodes]:
     """Empty the deque and return its items, the oldest first."""
     found = []
     while chunks:
@@ -111,7 +111,7 @@ class EpisodeLog:
     def __init__(self) -> None:
         self._untold = UntoldEpisodes()
         self._recent: dict[int, Episodes] = {}  # the last hundred of each worker, which include the last hundred of all
-        self._told = 0  # the number of dropped episodes that `records` has warned of
+        self._warned_of = 0  # the number of dropped episodes that `records` has warned of
 
     def add(self, episodes: Episodes, worker: int = 0, *, shift: float = 0.0) -> None:
         """Add ended episodes of a worker; `shift` is the number of seconds its clock is behind that of this process."""
@@ -133,7 +133,7 @@ class EpisodeLog:
     def records(self) -> list[dict[str, Any]]:
         """Take the episodes as records that `pandas.DataFrame` accepts; warn if older ones were dropped."""
         rows = self.take()
-        forgotten, self._told = self._untold.forgotten - self._told, self._untold.forgotten
+        forgotten, self._warned_of = self._untold.forgotten - self._warned_of, self._untold.forgotten
         if forgotten:
             warnings.warn(
                 f"{forgotten:,} episodes were forgotten: the last {KEPT:,} are kept until episodes() is called; "
@@ -154,8 +154,8 @@ class EpisodeLog:
         if not len(recent):
             return dict.fromkeys(SUMMARY)
         columns = recent[:, [RETURN, LENGTH]]
-        shares = np.percentile(columns, _SHARES, axis=0)
-        return dict(zip(SUMMARY, [*columns.mean(0).tolist(), *shares.T.reshape(-1).tolist()]))
+        percentiles = np.percentile(columns, _PERCENTILES, axis=0)
+        return dict(zip(SUMMARY, [*columns.mean(0).tolist(), *percentiles.T.reshape(-1).tolist()]))
 
     def state(self) -> torch.Tensor:
         """Return the last hundred episodes of each worker for a checkpoint; end times are relative to now."""
@@ -187,8 +187,8 @@ def as_records(rows: Episodes) -> list[dict[str, Any]]:
         "ended": ended,
         "seconds": rows[:, SECONDS].tolist(),
     }
-    asked = not np.isnan(rows[:, DISCOUNTED]).all()
-    names = [name for name in columns if asked or name != "discounted_return"]
+    has_discounted = not np.isnan(rows[:, DISCOUNTED]).all()
+    names = [name for name in columns if has_discounted or name != "discounted_return"]
     return [dict(zip(names, values)) for values in zip(*(columns[name] for name in names))]
 
 

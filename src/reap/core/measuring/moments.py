@@ -21,7 +21,7 @@ import torch
 from reap.spec import Key
 
 Array = np.ndarray[Any, Any]
-_FIRST = 1e-4  # the weight of the mean 0 and the variance 1 that statistics begin with, as in Gymnasium and SB3
+_PRIOR = 1e-4  # the weight of the mean 0 and the variance 1 that statistics begin with, as in Gymnasium and SB3
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class Moments:
     def of(cls, values: Array) -> Moments:
         """Return the moments of `values` `[n, …]`, in float64."""
         mean = np.add.reduce(values, 0) / len(values)
-        apart = values - mean
-        apart *= apart
-        return cls(float(len(values)), mean, np.add.reduce(apart, 0))
+        difference = values - mean
+        difference *= difference  # in place, as below: envs do this at every step
+        return cls(float(len(values)), mean, np.add.reduce(difference, 0))
 
     def __add__(self, other: Moments) -> Moments:
         count = self.count + other.count
         if not self.count or not other.count:
             return self if not other.count else other
-        apart = other.mean - self.mean
-        mean = self.mean + apart * (other.count / count)
-        apart *= apart
-        apart *= self.count * other.count / count
-        apart += self.squares
-        apart += other.squares
-        return Moments(count, mean, apart)
+        difference = other.mean - self.mean
+        mean = self.mean + difference * (other.count / count)
+        difference *= difference
+        difference *= self.count * other.count / count
+        difference += self.squares
+        difference += other.squares
+        return Moments(count, mean, difference)
 
 
 def merged(parts: Sequence[Moments], shape: tuple[int, ...] = ()) -> Moments:
@@ -76,7 +76,7 @@ def as_moments(kept: Sequence[torch.Tensor] | None) -> Moments | None:
 
 _PARTS = ("own", "now", "elsewhere")
 Name = tuple[str, Key]  # of statistics: the id of their LearnedStatistics, and the key of the values
-_here: weakref.WeakValueDictionary[str, LearnedStatistics] = weakref.WeakValueDictionary()
+_originals: weakref.WeakValueDictionary[str, LearnedStatistics] = weakref.WeakValueDictionary()
 
 
 class RunningStatistics:
@@ -86,16 +86,16 @@ class RunningStatistics:
         self.name = name
         self.shape: tuple[int, ...] | None = None  # of the values; None until `expect`
         self._elsewhere: Moments | None = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         shape = self.shape or ()
         self._own, self._new = Moments(0.0, np.zeros(shape), np.zeros(shape)), list[Moments]()
-        self._look()
+        self._merge()
 
-    def _look(self) -> None:
+    def _merge(self) -> None:
         shape = self.shape or ()
-        first = Moments(_FIRST, np.zeros(shape), np.full(shape, _FIRST))
+        first = Moments(_PRIOR, np.zeros(shape), np.full(shape, _PRIOR))
         parts = [first, *([] if self._elsewhere is None else [self._elsewhere]), self._own]
         self._now = merged(parts, shape)
         self._scale: Array | None = None
@@ -106,7 +106,7 @@ class RunningStatistics:
             raise ValueError(f"these statistics are of values of shape {list(self.shape)}, not {list(shape)}")
         if self.shape is None:
             self.shape = shape
-            self._begin()
+            self._reset()
 
     def update(self, values: Array) -> None:
         """Count these values `[n, …]`, in float64."""
@@ -155,14 +155,14 @@ class RunningStatistics:
         """Replace everything by `total`, which includes what was seen here."""
         self.expect(total.mean.shape)
         self._elsewhere = total
-        self._begin()
+        self._reset()
 
     def hear(self, elsewhere: Moments) -> None:
         """Set the moments of what all others have seen, and keep this object's own."""
         self.expect(elsewhere.mean.shape)
         self.own()
         self._elsewhere = elsewhere
-        self._look()
+        self._merge()
 
     def state(self) -> dict[str, Any]:
         """Return the complete state, from which another object continues bit for bit."""
@@ -185,7 +185,7 @@ class RunningStatistics:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.name, self.shape, self._elsewhere = state["name"], state["shape"], state["elsewhere"]
-        self._begin()
+        self._reset()
 
 
 class LearnedStatistics:
@@ -194,7 +194,7 @@ class LearnedStatistics:
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
         self.found: dict[Key, RunningStatistics] = {}
-        _here[self.id] = self
+        _originals[self.id] = self
 
     def of(self, key: Key) -> RunningStatistics:
         """Return the statistics of this key, created at the first call."""
@@ -212,14 +212,14 @@ class StatisticsPool:
     def report(self, worker: int, seen: Mapping[Name, Moments]) -> None:
         """Set the moments of everything that a worker has seen so far."""
         for name, moments in seen.items():
-            home = _here.get(name[0])
-            mine = None if home is None else home.of(name[1])
-            if mine is not None and name not in self._former:
-                mine.expect(moments.mean.shape)  # first, so that the moments taken from it below have this shape
-                self._former[name] = mine.__getstate__()["elsewhere"]  # what it had seen before it went to workers
+            learned = _originals.get(name[0])
+            original = None if learned is None else learned.of(name[1])
+            if original is not None and name not in self._former:
+                original.expect(moments.mean.shape)  # first, so that the moments taken from it below have this shape
+                self._former[name] = original.__getstate__()["elsewhere"]  # what it had seen before it went to workers
             self._seen.setdefault(name, {})[worker] = moments
-            if mine is not None:
-                mine.adopt(self.total(name))
+            if original is not None:
+                original.adopt(self.total(name))
         self.version += bool(seen)
 
     def retire(self, worker: int) -> None:

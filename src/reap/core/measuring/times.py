@@ -21,13 +21,13 @@ class StepTimes:
     """The seconds that env and policy took in the timed rollouts."""
 
     def __init__(self) -> None:
-        self._policy = self._env = self._whole = 0.0
+        self._policy = self._env = self._total = 0.0
         self._rollouts = 0
 
     def around(self, act: Any, step: Any, reset: Any, after_step: Any) -> tuple[Any, Any, Any, Any]:
         """Return wrappers of these functions that measure their time."""
         if self._rollouts == 1:
-            self._policy = self._env = self._whole = 0.0  # drop the first rollout, which includes one-time costs
+            self._policy = self._env = self._total = 0.0  # drop the first rollout, which includes one-time costs
         timed = [self._timed(act, policy=True), self._timed(step), self._timed(reset)]
         return timed[0], timed[1], timed[2], None if after_step is None else self._timed(after_step)
 
@@ -46,14 +46,14 @@ class StepTimes:
 
     def end(self, seconds: float) -> None:
         """Add the duration of a timed rollout."""
-        self._whole += seconds
+        self._total += seconds
         self._rollouts += 1
 
     def shares(self, seconds: float) -> dict[str, float]:
         """Return how many of `seconds` spent in rollouts belong to env and policy."""
-        if not self._whole:
+        if not self._total:
             return {"env_seconds": 0.0, "policy_seconds": 0.0}
-        scale = seconds / self._whole
+        scale = seconds / self._total
         return {"env_seconds": self._env * scale, "policy_seconds": self._policy * scale}
 
 
