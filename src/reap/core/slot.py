@@ -236,7 +236,7 @@ class Slot:
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
-        self._unreferenced: deque[Any] = deque()  # the columns of the loan that are no longer referenced
+        self._ended: deque[Any] = deque()  # the columns of the loan that are no longer referenced
         keys = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS]
         self._flags = [self.arrays[key] for key in keys if key in self.arrays]
 
@@ -266,14 +266,14 @@ class Slot:
         owners = {key: array.view() for key, array in self.arrays.items() if key not in self._loose}
         # Ctrl-C during a Python finalizer is swallowed, and the finalizer is left unfinished. `deque.append` is C code:
         # it cannot be interrupted, and it is atomic in whatever thread drops the last tensor.
-        self._unreferenced = deque()
-        self._loan = [weakref.ref(owner, self._unreferenced.append) for owner in owners.values()]
+        self._ended = deque()
+        self._loan = [weakref.ref(owner, self._ended.append) for owner in owners.values()]
         return owners | self.hand_over()
 
     @property
     def returned(self) -> bool:
         """Whether none of the columns that were lent is referenced any more."""
-        return len(self._unreferenced) == len(self._loan)
+        return len(self._ended) == len(self._loan)
 
     def cut(self, keys: RowKeys, current: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
         """Return this slot's rows in order of time.
