@@ -1,8 +1,8 @@
-"""Weight schemes: how new weights reach the workers. Without one, the collector chooses.
+"""Weight schemes: how new weights reach the workers. If none is given, the collector chooses one.
 
-    SharedMemWeightSyncScheme      one flat block all workers read; the choice wherever every weight is a tensor
+    SharedMemWeightSyncScheme      one flat block that all workers read; the default if every weight is a tensor
     MultiProcessWeightSyncScheme   a message for each worker, answered when it has arrived
-    NoWeightSyncScheme             none: workers keep what they were built with
+    NoWeightSyncScheme             none: workers keep the weights they were built with
     DistributedWeightSyncScheme    one flat block per version, broadcast by gloo to workers over torch.distributed
     RPCWeightSyncScheme            one flat block per version, packed once, sent over TensorPipe
     RayWeightSyncScheme            one flat object per version, put once, pulled by each actor
@@ -10,8 +10,8 @@
 >>> MultiSyncCollector([make_env] * 2, policy, frames_per_batch=200,
 ...                    weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
 
-TorchRL's own schemes of these names are taken, too.
-The first two also carry weights between processes that a script has started itself:
+TorchRL's own schemes of these names are accepted, too.
+The first two also send weights between processes that a script has started itself:
 
 >>> scheme.init_on_sender(model_id="policy", weights=TensorDict.from_module(policy), num_workers=2)   # here, then start
 >>> scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=0); scheme.connect()          # in worker 0
@@ -64,17 +64,18 @@ _NAMES = {
     "rpc": "RPCWeightSyncScheme",
     "ray": "RayWeightSyncScheme",
 }
-_LINKED = ("shared", "per_worker")  # ways that a script can use by itself
+_LINKED = ("shared", "per_worker")  # transports that a script can use without a collector
 
 
 class WeightSyncScheme:
-    """How weights travel. Every form of weights works with each.
+    """How weights reach the workers. Each scheme accepts weights in every form.
 
     Args:
-        strategy: "tensordict", "state_dict" (for collectors the same), or a `WeightStrategy` of your own, which may be
-            assigned later too: `scheme.strategy = …`. With one of your own, each worker is sent what it extracts, and
-            has it applied there.
-        sync: accepted as in TorchRL; of links made by hand, whether `send` waits until weights are applied.
+        strategy: "tensordict", "state_dict" (the same for collectors), or a `WeightStrategy` of your own, which may
+            also be assigned later: `scheme.strategy = …`. With one of your own, each worker is sent what it extracts,
+            and calls its `apply_weights`.
+        sync: whether `send` waits until weights are applied, if you send them yourself. Collectors ignore it; it is
+            accepted as in TorchRL.
     """
 
     transport: WeightTransport
@@ -85,7 +86,7 @@ class WeightSyncScheme:
         self.sync = sync
         self.model_id: str | None = None
         self.worker_idx: int | None = None
-        self.first: Any = None  # weights to begin with, as `init_on_sender` was told: for all, or a dict by worker
+        self.first: Any = None  # the initial weights given to `init_on_sender`: for all, or a dict by worker
         self.context: Any = None
         self.model: Any = None
         self._sender: Sender | None = None
@@ -94,7 +95,7 @@ class WeightSyncScheme:
 
     @staticmethod
     def from_backend(backend: str, **options: Any) -> WeightSyncScheme:
-        """The scheme that goes with a backend."""
+        """Return the scheme for a backend, such as "shared" or "ray"."""
         if backend not in _NAMES:
             raise UsageError(
                 f"no weight scheme for backend {backend!r}{nearest(str(backend), _NAMES)}; known: {sorted(_NAMES)}"
@@ -102,7 +103,7 @@ class WeightSyncScheme:
         scheme: WeightSyncScheme = globals()[_NAMES[backend]](**options)
         return scheme
 
-    # ---- by hand: the side where weights are made -------------------------------------------------------------------
+    # ---- by hand: the sending side ----------------------------------------------------------------------------------
 
     def init_on_sender(
         self,
@@ -117,18 +118,19 @@ class WeightSyncScheme:
         ctx: Any = None,
         **_: Any,
     ) -> None:
-        """Say which weights workers begin with, before they are started.
+        """Set the initial weights of the workers, before they are started.
 
-        Given to a collector afterwards, its workers begin with them, and `update_policy_weights_()` sends them again.
+        If a collector is given the scheme afterwards, its workers begin with these weights, and
+        `update_policy_weights_()` sends them again.
 
         Args:
-            model_id: what the model is called.
+            model_id: the name of the model.
             context: an object that has the model under that name, and `num_workers`.
             weights: a TensorDict or a state dict.
             model: a module, in place of `weights`.
             params_map: the weights of each worker by its number, in place of `weights`.
-            devices: how many workers there are, by their devices; weights are placed where a worker's model is.
-            num_workers: how many workers there are.
+            devices: one device per worker. Only their number matters: weights go to the device of a worker's model.
+            num_workers: the number of workers.
             ctx: the multiprocessing context with which processes are started.
         """
         each = None if params_map is None else dict(params_map)
@@ -144,29 +146,27 @@ class WeightSyncScheme:
         self._sender = Sender(workers, ctx) if self.transport in _LINKED else None
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """New weights for workers that have connected: a module, a TensorDict, a state dict, or one of these by worker.
+        """Send new weights to connected workers: a module, a TensorDict, a state dict, or a dict of these by worker.
 
-        None: those of the beginning, as they are now. With `sync`, it returns when workers act with them.
+        None: send the weights of `init_on_sender` with their current values. With `sync`, wait until workers have
+        applied them.
         """
         if self.transport == "none":
             return
-        sender = self._linked()
+        sender = self._sender
+        if sender is None or not self._connected:
+            raise WrongState("send() comes after init_on_sender() and connect()")
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         unknown = [w for w in ids or () if w not in sender]
         if unknown:
             raise UsageError(f"there is no worker {unknown[0]}; they are {sender.workers()}")
         given = self.first if weights is None else weights
         if ids is None:
-            apart = by_worker(given)
-            ids = [w for w in sender.workers() if not apart or w in given]
+            per_worker = by_worker(given)
+            ids = [w for w in sender.workers() if not per_worker or w in given]
         sender.send({w: weights_of(w, given, self.strategy) for w in ids}, wait=self.sync)
 
-    def _linked(self) -> Sender:
-        if self._sender is None or not self._connected:
-            raise WrongState("send() comes after init_on_sender() and connect()")
-        return self._sender
-
-    # ---- by hand: the side where they act ---------------------------------------------------------------------------
+    # ---- by hand: the receiving side --------------------------------------------------------------------------------
 
     def init_on_receiver(
         self,
@@ -177,10 +177,10 @@ class WeightSyncScheme:
         worker_idx: int | None = None,
         **_: Any,
     ) -> None:
-        """Say which model weights are for, in a worker.
+        """Set the model that receives the weights, in a worker.
 
         Args:
-            model_id: what the model is called.
+            model_id: the name of the model.
             context: an object that has the model under that name.
             model: the model itself, in place of `context`.
             worker_idx: the worker's number; it may also be given to `connect`.
@@ -192,8 +192,9 @@ class WeightSyncScheme:
         self._on_receiver, self._connected = True, False
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Meet: workers have the first weights when both sides have returned; on the receiving side later ones are
-        applied as they come.
+        """Connect both sides, and apply the first weights: each side returns once that is done.
+
+        On the receiving side, later weights are applied as they come.
         """
         if self._connected:
             raise WrongState("connect() was called already")
@@ -204,8 +205,8 @@ class WeightSyncScheme:
                     f"no link for worker {worker}: the scheme must come from where init_on_sender() was called"
                 )
             self.worker_idx = worker
-            self._sender.keep(worker)
-            self._receiver = Receiver(self._sender.theirs(worker), self.apply_weights)
+            self._sender.close_other_ends(worker)
+            self._receiver = Receiver(self._sender.worker_end(worker), self.apply_weights)
         elif self.transport == "none":
             pass
         elif self._sender is None:
@@ -218,23 +219,23 @@ class WeightSyncScheme:
             first = self.first if weights is None else weights
             every = {w: weights_of(w, first, self.strategy) for w in self._sender.workers()}
             self._sender.send(every, wait=True)
-            self._sender.keep(None)
+            self._sender.close_other_ends(None)
         self._connected = True
 
     def receive(self, timeout: float | None = 0.0) -> Any:
-        """Weights that came since the last call; they are applied already. None: none came within `timeout` seconds."""
+        """Return the last weights applied since the previous call; None if none arrive within `timeout` seconds."""
         if self._receiver is None:
             raise WrongState("receive() comes after init_on_receiver() and connect()")
         return self._receiver.receive(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Give weights to the model of `init_on_receiver`."""
+        """Apply weights to the model of `init_on_receiver`."""
         if self.model is None:
             raise WrongState("apply_weights() comes after init_on_receiver()")
         self.strategy.apply_weights(self.model, weights, inplace=inplace)
 
     def shutdown(self) -> None:
-        """Give back what a link took. May be called twice."""
+        """Close the links to workers. May be called twice."""
         if self._sender is not None:
             self._sender.close()
         self._sender, self._connected = None, False
@@ -250,26 +251,26 @@ class WeightSyncScheme:
         return self._on_receiver
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to a worker: the links, not the weights."""
+        """Return the state that is pickled for a worker: the links, but not the weights."""
         return {**vars(self), "first": None, "context": None, "model": None, "_receiver": None, "_connected": False}
 
 
 def as_scheme(given: Any) -> Any:
-    """Return reap's scheme for one of TorchRL's own, and anything else as it is.
+    """Return reap's scheme in place of one of TorchRL's own, and anything else unchanged.
 
-    A subclass is not taken for the class: what it overrides would never be called.
+    A subclass of TorchRL's is left unchanged too, because reap's scheme would not call what it overrides.
     """
     kind = type(given)
     if not kind.__module__.startswith("torchrl.weight_update") or kind.__name__ not in _NAMES.values():
         return given
     options = {"per_worker_weights": True} if getattr(given, "per_worker_weights", False) else {}
     ours: WeightSyncScheme = globals()[kind.__name__](given.strategy, getattr(given, "sync", True), **options)
-    ours.first = _first_of(given)
+    ours.first = _initial_weights_of(given)
     return ours
 
 
-def _first_of(theirs: Any) -> Any:
-    """The weights that TorchRL's scheme was given by `init_on_sender`: for all, or a dict by worker; None if none."""
+def _initial_weights_of(theirs: Any) -> Any:
+    """Return the weights given to `init_on_sender` of TorchRL's scheme: for all, or a dict by worker; None if none."""
     if not theirs.initialized_on_sender:
         return None
     told, each = torchrl_internals.weights_of_sender(theirs)
@@ -281,14 +282,14 @@ def _first_of(theirs: Any) -> Any:
         return given[0]
     try:
         return theirs.weights
-    except (AttributeError, RuntimeError):  # it was told a name, and has forgotten of whom
+    except (AttributeError, RuntimeError):  # it has only a model's name, and its context is gone
         return None
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
-    """One flat block in shared memory, written once per update however many workers read it; never torn.
+    """One flat block in shared memory, written once per update for any number of workers; reads are never torn.
 
-    With `per_worker_weights` each worker has weights of its own: they are sent one by one.
+    With `per_worker_weights` each worker has weights of its own, which are sent one by one.
     """
 
     transport: WeightTransport = "shared"
@@ -303,38 +304,38 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """Weights sent to each worker by itself: for policies that hold more than tensors, or differ between workers."""
+    """A message with weights for each worker, for policies that hold more than tensors or differ between workers."""
 
     transport = "per_worker"
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Workers keep the weights they were built with; an update changes nothing and counts no version."""
+    """Workers keep the weights they were built with; an update changes nothing and counts as no version."""
 
     transport = "none"
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
-    """A broadcast to all workers over torch.distributed; the choice of `DistributedCollector`."""
+    """A broadcast to all workers over torch.distributed; the default of `DistributedCollector`."""
 
     transport = "distributed"
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
-    """One message for all workers over TensorPipe; the choice of `RPCCollector`."""
+    """One message for all workers over TensorPipe; the default of `RPCCollector`."""
 
     transport = "rpc"
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
-    """One object in Ray's store, pulled by every actor; the choice of `RayCollector`."""
+    """One object in Ray's store, pulled by every actor; the default of `RayCollector`."""
 
     transport = "ray"
 
 
 @runtime_checkable
 class TransportBackend(Protocol):
-    """What carries weights from one place to another."""
+    """The protocol of an object that sends and receives weights."""
 
     def send_weights(self, weights: Any) -> None:
         """Send these weights to the receiving side."""
@@ -344,30 +345,30 @@ class TransportBackend(Protocol):
 
 
 class MPTransport:
-    """Weights through a queue of multiprocessing.
+    """Sends weights through a multiprocessing queue.
 
     >>> transport = MPTransport(queue, ack_queue)
 
     Args:
-        weight_queue: where weights are put.
-        ack_queue: where a receiver says that it has applied them; None: nobody waits for it.
-        timeout: seconds to wait for that.
+        weight_queue: the queue for weights.
+        ack_queue: the queue in which a receiver acknowledges that it applied them; None: the sender does not wait.
+        timeout: seconds to wait for an acknowledgement.
     """
 
     def __init__(self, weight_queue: Any, ack_queue: Any = None, timeout: float = 10.0) -> None:
         self.weight_queue, self.ack_queue, self.timeout = weight_queue, ack_queue, timeout
 
     def send_weights_async(self, weights: Any, model_id: str = "policy") -> None:
-        """Put weights into the queue."""
+        """Put weights into the queue without waiting."""
         self.weight_queue.put((model_id, WeightStrategy("state_dict").extract_weights(weights)))
 
     def send_weights(self, weights: Any, model_id: str = "policy") -> None:
-        """Put weights into the queue, and wait until they are applied."""
+        """Put weights into the queue, and wait for the acknowledgement."""
         self.send_weights_async(weights, model_id)
         self.wait_ack()
 
     def wait_ack(self) -> None:
-        """Wait until what was sent is applied."""
+        """Wait until the receiver acknowledges that it applied the weights; queue.Empty after `timeout` seconds."""
         if self.ack_queue is not None:
             self.ack_queue.get(timeout=self.timeout)
 
@@ -379,24 +380,27 @@ class MPTransport:
         model: Any = None,
         strategy: WeightStrategy | None = None,
     ) -> Any:
-        """Wait for weights, and apply them to `model` if there is one; queue.Empty after `timeout` seconds."""
+        """Wait for weights, apply them to `model` if one is given, and return them.
+
+        Raises queue.Empty after `timeout` seconds.
+        """
         _, came = self.weight_queue.get(timeout=timeout)
         if model is not None:
             (strategy or WeightStrategy()).apply_weights(model, came)
         return came
 
     def send_ack(self, message: str = "updated") -> None:
-        """Say that weights are applied."""
+        """Acknowledge that weights are applied."""
         if self.ack_queue is not None:
             self.ack_queue.put(message)
 
     def check_connection(self) -> bool:
-        """Return True: a queue is always there."""
+        """Return True: a queue is always connected."""
         return True
 
 
-class _OfCollectors:
-    """A transport by its name: what carries weights belongs to the collector that was made with the scheme."""
+class _NameOnlyTransport:
+    """A transport that exists by name only: the collector given the scheme sends the weights itself."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
@@ -405,20 +409,20 @@ class _OfCollectors:
         )
 
 
-class SharedMemTransport(_OfCollectors):
-    """Shared memory: a name that scripts import; see `SharedMemWeightSyncScheme`."""
+class SharedMemTransport(_NameOnlyTransport):
+    """Shared memory. The name exists for scripts that import it; see `SharedMemWeightSyncScheme`."""
 
 
-class RayTransport(_OfCollectors):
-    """Ray: a name that scripts import; see `RayWeightSyncScheme`."""
+class RayTransport(_NameOnlyTransport):
+    """Ray. The name exists for scripts that import it; see `RayWeightSyncScheme`."""
 
 
-class RPCTransport(_OfCollectors):
-    """TensorPipe: a name that scripts import; see `RPCWeightSyncScheme`."""
+class RPCTransport(_NameOnlyTransport):
+    """TensorPipe. The name exists for scripts that import it; see `RPCWeightSyncScheme`."""
 
 
-class DistributedTransport(_OfCollectors):
-    """gloo: a name that scripts import; see `DistributedWeightSyncScheme`."""
+class DistributedTransport(_NameOnlyTransport):
+    """Gloo. The name exists for scripts that import it; see `DistributedWeightSyncScheme`."""
 
 
 def _model_in(context: Any, model_id: str) -> Any:

@@ -154,7 +154,7 @@ def test_episodes_nobody_asks_for_are_kept_up_to_a_limit_and_counted(monkeypatch
     from reap.core.measuring import episode_log
 
     monkeypatch.setattr(episode_log, "KEPT", 10)
-    monkeypatch.setattr(episode_log, "_CHUNKS", 4)
+    monkeypatch.setattr(episode_log, "_SMALL_ARRAYS", 4)
     log = EpisodeLog()
     for t in range(25):
         log.add(rows([float(t)]))

@@ -1,8 +1,8 @@
-"""Assemble: the columns of a full slot as the batch a consumer receives. No state.
+"""Assemble: turns the columns of a full slot into the batch that the consumer receives.
 
 arrays `[T, N, …]` ──► tensors `[N, T, …]` by key ──► TensorDict, last dimension named "time"
 
-Nothing is copied but where the layout asks for contiguous batches.
+These functions keep no state. They copy nothing unless the layout asks for contiguous batches.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from reap.spec import Key
 
 
 def assemble(arrays: Mapping[Key, np.ndarray[Any, Any]], layout: Layout) -> TensorDict:
-    """Return a batch on the memory of `arrays`, or on a copy of it where the layout is contiguous."""
+    """Return a batch of views of `arrays`, or of copies if the layout asks for contiguous batches."""
     size = torch.Size(layout.batch_size)
     names = [None] * (len(size) - 1) + ["time"]
     return _branch(tree_of(layout.tensors(arrays)), size, names, (), layout.look.inner)
 
 
 def tree_of(leaves: Mapping[Key, Any]) -> dict[str, Any]:
-    """Leaves by nested key as dicts within dicts."""
+    """Return `leaves`, which are given by nested key, as nested dicts."""
     tree: dict[str, Any] = {}
     for key, leaf in leaves.items():
         node = tree
@@ -39,7 +39,10 @@ def tree_of(leaves: Mapping[Key, Any]) -> dict[str, Any]:
 def _branch(
     tree: dict[str, Any], size: torch.Size, names: list[Any], at: Key, inner: Mapping[Key, tuple[int, ...]]
 ) -> TensorDict:
-    """The branch at key `at`; one may have batch dimensions of its own, behind those of the batch."""
+    """Return the TensorDict for the branch at key `at`.
+
+    `inner` gives the extra batch dimensions of some branches, which follow the dimensions of the batch.
+    """
     leaves = {k: _branch(v, size, names, (*at, k), inner) if isinstance(v, dict) else v for k, v in tree.items()}
     own = inner.get(at, ())
     return TensorDict(leaves, batch_size=[*size, *own], names=[*names, *[None] * len(own)])

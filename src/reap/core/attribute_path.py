@@ -1,4 +1,4 @@
-"""Attribute paths: where something is, as text.   policy.module[0].weight   env.envs[2]   policy.extra['scale']"""
+"""Attribute paths: nested attributes named by text.   policy.module[0].weight   env.envs[2]   policy.extra['scale']"""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _STEP = re.compile(r"""\.?(?P<name>[^\W\d]\w*) | \[(?P<at>-?\d+)\] | \[(?P<q>['"
 
 
 def get_attribute(root: Any, path: str) -> Any:
-    """Return what is at `path`, seen from `root`. A wrong step raises what it would raise in code."""
+    """Return the object at `path`, starting from `root`.
+
+    A missing attribute, index or key raises the same error as the Python expression would.
+    """
     found, at = root, 0
     while at < len(path):
         step = _STEP.match(path, at)
@@ -29,7 +32,7 @@ def get_attribute(root: Any, path: str) -> Any:
 def each_call(
     count: int, args: Sequence[Sequence[Any]] | None, kwargs: Sequence[Mapping[str, Any]] | None
 ) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
-    """Arguments of one call per worker."""
+    """Return (args, kwargs) of one call for each of `count` workers, empty ones if none are given."""
     for given in (args, kwargs):
         if given is not None and len(given) != count:
             raise UsageError(f"arguments are given for {len(given)} workers, there are {count}")

@@ -1,4 +1,4 @@
-"""Env: N lanes that take actions and report what happened. Here is what every env has; env_hooks.py has what some need.
+"""Env: N lanes that take actions and report what happened. Methods that only some envs need are in env_hooks.py.
 
 The loop that calls an env (see rollout.py; `row` is one time step of a slot):
 
@@ -9,11 +9,11 @@ The loop that calls an env (see rollout.py; `row` is one time step of a slot):
         if ended:
             env.reset(ended, row.after)     # the loop decides about resets, never the env
 
-Guarantees an adapter gives, whatever the library behind it does by itself:
-- `row.next` is the true successor, also at an episode's end: never a reset observation, a zero or a phantom;
+Every adapter guarantees, whatever the library behind it does:
+- `row.next` is the true next observation, also where an episode ended: never a reset observation or zeros;
 - terminated and truncated are kept apart; `row.done` is their union;
 - flags are written only for lanes that ended (the loop has cleared the row);
-- nothing given to it is kept: actions handed to foreign code are copies, since slots are recycled.
+- it keeps no reference to memory it is given: it passes copies of actions to foreign code, since slots are reused.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 Rows = Sequence["np.ndarray[Any, Any]"]
 
 
-CLOSED = object()  # the driver of lanes nobody can move any more
+CLOSED = object()  # the `driver` of an env that is closed
 
 
 class Env(EnvHooks, abc.ABC):
-    """N lanes in lockstep. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`.
+    """N lanes stepped together. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`.
 
-    What only some of them have to say besides are hooks (env_hooks.py).
+    Adapters that need more override hooks (env_hooks.py).
     """
 
     spec: EnvSpec
-    pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
-    driver: object = None  # whoever moved the lanes last: nobody else knows where they are
+    pending_seeds: Sequence[int] | None = None  # from a `set_seed` by hand; the next reset of all lanes uses them
+    driver: object = None  # the token of the loop that stepped or reset the lanes last; None: the user did, by hand
 
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        """Learn how actions will look; SpecMismatch if they cannot be understood."""
+        """Learn the shapes and dtypes of actions; raise SpecMismatch if the env cannot use them."""
 
     @abc.abstractmethod
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
@@ -61,31 +61,31 @@ class Env(EnvHooks, abc.ABC):
         self._sent = lanes, row
 
     def recv(self) -> list[int]:
-        """Finish the step begun by `send`; returns the lanes whose episode ended."""
+        """Finish the step begun by `send`, and return the lanes whose episode ended."""
         return self.step(*self._sent)
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        """Make one step: `send`, then `recv`."""
+        """Make one step (`send`, then `recv`), and return the lanes whose episode ended."""
         self.send(lanes, row)
         return self.recv()
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
-        """Memory for a rollout. An env whose lanes live elsewhere makes it where they can write to it."""
+        """Return memory for a rollout. An env whose lanes are in other processes uses memory that they share."""
         return Slot(layout, index)
 
     def on_device(self) -> DeviceEnv | None:
-        """These lanes with rows of tensors on the device they live on; None where rows are the host's."""
+        """Return an env that steps these lanes on their device, with tensors as rows; None if rows are NumPy arrays."""
         return None
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free everything. May be called twice."""
+        """Free all resources. May be called twice."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the env would need to go on elsewhere; most have nothing."""
+        """Return the state that the same env in another process would need to continue; most envs have none."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         if state:
             raise UsageError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")

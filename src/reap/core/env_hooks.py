@@ -1,7 +1,7 @@
-"""EnvHooks: what only some envs have to say, beside the verbs of `Env`. Each has an answer that suits all others.
+"""EnvHooks: methods that only some envs need, beside those of `Env`. Each has a default that suits all other envs.
 
-An adapter overrides the hooks it needs. An env around another (`Wrapped`) passes all of them on; a test goes through
-this class one by one, so whoever adds a hook must decide about it there.
+An adapter overrides the hooks it needs. An env around another (`Wrapped`) forwards all of them. A test checks each hook
+of this class, so a new hook needs a decision in `Wrapped`.
 
     policy chosen     bind_policy → make_policy │ (as_policy) → wrap_policy
     a rollout begins  looks_at → set_policy_keys
@@ -20,103 +20,106 @@ from reap.spec import EnvSpec, Key
 
 
 class EnvHooks:
-    """The hooks of an env, and its traits, as most envs have them."""
+    """The optional methods and traits of an env, with the defaults that most envs keep."""
 
     spec: EnvSpec
     has_after_step = False  # whether `after_step` has anything to do
     writes_after = False  # whether `after_step` writes all of `row.after`: the loop then copies no successors there
     draws = False  # whether random actions come from `draw`, step by step
-    elsewhere = False  # whether lanes live in other processes or threads, and are closed there, whoever waits for them
-    tells_cuts = False  # whether lanes may begin anew because what stepped them failed: `step` returns them, not done
-    captures = True  # whether it may record what it asks of torch, and replay that
+    elsewhere = False  # whether lanes live in other processes or threads, where `close` can end them during a step
+    tells_cuts = False  # whether lanes may restart after a failure: `step` then returns them among the ended, not done
+    captures = True  # whether the env may record its torch calls and replay them
 
     @property
     def as_given(self) -> Any:
-        """The env as its owner knows it, to which `collector.env` and paths that begin with "env" lead."""
+        """The env object the user knows: `collector.env`, and the root of attribute paths that begin with "env"."""
         return self
 
     def report_lane(self, memory: Any) -> None:
-        """Keep `memory[0]` at the lane that is being stepped, -1 in between, as far as that is known here."""
+        """Keep the number of the lane being stepped in `memory[0]`, -1 between steps, if this env knows it."""
 
     def after_step(self, row: Row) -> None:
-        """Called after successors were copied to `row.after`: a last word on what the next step will see."""
+        """Change what the next step will see; the loop calls this after it copied successors to `row.after`."""
 
     def draw(self, row: Row) -> None:
-        """Write a random action for every lane into `row`; called where `draws` says that none can be drawn ahead."""
+        """Write a random action for every lane into `row`. Called at each step if `draws` is set."""
         raise NotImplementedError
 
     def bind_policy(self, model: Any) -> None:
-        """Learn which policy is going to act, as the user made it: it may be waiting for something of the env's."""
+        """Receive the user's policy object before the worker's policy is built.
+
+        A TorchRL env gives its action spec to a policy made without one.
+        """
 
     def make_policy(self, model: Any, kind: Any, device: Any) -> Any:
-        """Return the policy as only this env can run it, whose steps have no columns; None: `as_policy` decides."""
+        """Return the policy that runs `model`, if this env's steps have no columns; None: `as_policy` decides."""
         return None
 
     def wrap_policy(self, policy: Any) -> Any:
-        """Return a policy of TensorDicts that acts on the env's own TensorDict, where the env has one; or `policy`."""
+        """Return a TensorDict policy that acts on the env's own TensorDict, if the env has one; else `policy`."""
         return policy
 
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
-        """Learn the keys of `row.outputs`, before each rollout: some envs read more of them than the action."""
+        """Learn the keys of `row.outputs` before each rollout, for envs that read more of them than the action."""
 
     def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
-        """Return which of a policy's outputs the steps look at; the others need not be there before a rollout ends."""
+        """Return which of a policy's outputs `step` reads; the others may be written at the end of the rollout."""
         return self.spec.action
 
     def filled(self) -> int:
-        """Return how many positions of the next row hold a lane that is ready."""
+        """Return the number of positions in the next row that hold a ready lane."""
         return self.spec.lanes
 
     def running_statistics(self) -> Sequence[RunningStatistics]:
-        """Return what is learned of the lanes' values while they are stepped, and shared with other workers."""
+        """Return the statistics (such as normalization moments) that the env updates and shares with other workers."""
         return ()
 
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
-        """From now on, make the env of a lane anew where it raises; returns False where that cannot be done.
+        """Let the env rebuild a single lane when it raises; return False if this env cannot.
 
-        `replace(lane, error, make)` decides about it, and returns what `make()` has made. The step is no frame of that
-        lane, which `step` returns among those that ended, not done.
+        `replace(lane, error, make)` decides whether to, and returns the env that `make()` built. The failed step is not
+        a frame of that lane: `step` returns the lane among those that ended, but not done.
         """
         return False
 
     def not_rebuilt(self) -> str:
-        """Say why it cannot make the env of one lane anew."""
+        """Return the reason why this env cannot rebuild a single lane."""
         return (
             f"{type(self).__name__} cannot make the env of one lane anew: give a factory of Gymnasium envs with "
             f"observations of fixed shapes, and no failure_dir"
         )
 
     def restarts(self) -> int:
-        """Return how many of those that step lanes were started again, or made anew, after a failure."""
+        """Return how many workers that step lanes were restarted, or lanes rebuilt, after a failure."""
         return 0
 
     def dropped(self) -> Collection[int]:
-        """Return the lanes that nobody steps any more, since what stepped them has failed."""
+        """Return the lanes that are no longer stepped, because the worker that stepped them failed."""
         return ()
 
     def explain(self) -> str:
-        """Say who steps the lanes, in a sentence."""
+        """Return a sentence that says how the lanes are stepped."""
         return "reap steps it"
 
     def stacks(self) -> dict[str, str]:
-        """Where each process or thread that steps lanes is right now, by name; none, if this one does."""
+        """Return the current stack of each process or thread that steps lanes, by name; empty if this thread does."""
         return {}
 
     def open_state(self) -> Any:
-        """What the lanes are in the middle of, for the same env in another process to go on from; see core/resume.py.
+        """Return the state of the open episodes, from which the same env in another process can continue.
 
-        Whoever cannot say raises `CannotResume`.
+        An env that cannot save it raises `CannotResume` (see core/resume.py).
         """
         raise CannotResume(f"{type(self).__name__} cannot save the middle of an episode")
 
     def load_open_state(self, state: Any) -> None:
-        """Go on from what `open_state` said; nothing is reset."""
+        """Continue the episodes that `open_state` saved; nothing is reset."""
         raise NotImplementedError
 
     def lane_state(self, lane: int) -> Any:
-        """What one lane is in the middle of, where that can be said of it alone; else `CannotResume`."""
+        """Return the state of one lane's open episode; raise `CannotResume` if it cannot be saved for a single lane."""
         raise CannotResume(f"{type(self).__name__} cannot save the middle of one lane's episode")
 
     def load_lane_state(self, lane: int, state: Any) -> None:
-        """Let one lane go on from what `lane_state` said."""
+        """Continue one lane's episode from what `lane_state` returned."""
         raise NotImplementedError

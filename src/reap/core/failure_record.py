@@ -1,10 +1,10 @@
-"""Failures that can happen again: actions of open episodes are kept, and written to a file when an env raises.
+"""Records the actions of open episodes, and writes them to a file when an env raises, so the failure can be replayed.
 
-    reset ──► what the lane is in the middle of, if it can say so     step ──► a copy of the row's actions
-    raises ─► reap-failure-….pt: env factory, lane, seed, where its episode began, its actions      (testing/replay.py)
+    reset ──► the lane's state, if the env can save it     step ──► a copy of the row's actions
+    raises ─► reap-failure-….pt: env factory, lane, seed, the saved state, the actions              (testing/replay.py)
 
-Where nobody asks for it (`failure_dir=None`) nothing of this is there. A lane that cannot say where it is begins, when
-it is replayed, with the seed it was last given: that is its episode only if none came in between.
+Without `failure_dir` an env is not wrapped in this. If a lane's state could not be saved, the replay resets it with the
+seed it was last given, which repeats the failed episode only if it was the first one after that seed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from reap.errors import ReapError, UsageError, as_raised
 from reap.spec import Key, Leaf
 
 FORMAT = 1
-_TRIM = 4096  # steps nobody needs any more before they are forgotten
+_TRIM = 4096  # recorded steps that belong to no open episode are deleted once there are more than this
 _log = logging.getLogger(__name__)
 
 
 class RecordsActions(Wrapped):
-    """Lanes whose open episodes are kept as actions. `make` is what makes the same env again."""
+    """An env that records the actions of its open episodes. `make` is the pickled factory that builds it again."""
 
     def __init__(self, env: Env, directory: str, make: Packed | None, worker: int | None) -> None:
         if env.spec.ready_of is not None:
@@ -44,11 +44,11 @@ class RecordsActions(Wrapped):
         self._make = make
         lanes = env.spec.lanes
         self._steps: list[tuple[Any, ...]] = []  # actions of all lanes, step by step
-        self._before = 0  # steps that were forgotten
-        self._began = np.zeros(lanes, np.int64)  # the step with which each lane's episode began
-        self._start: list[Any] = [None] * lanes  # what it was in the middle of then
+        self._deleted = 0  # steps deleted so far
+        self._began = np.zeros(lanes, np.int64)  # the step at which each lane's episode began
+        self._start_state: list[Any] = [None] * lanes  # the state of each lane at that step; None: not saved
         self._seed: list[int | None] = [None] * lanes
-        self._episodes = [0] * lanes  # since that seed
+        self._episodes = [0] * lanes  # resets of each lane since the one with that seed
         self._action: Mapping[Key, Leaf] = env.spec.action
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -63,17 +63,17 @@ class RecordsActions(Wrapped):
             self._write(error, "reset")
             raise error from error.__cause__
         chosen = list(lanes)
-        self._began[chosen] = self._before + len(self._steps)
+        self._began[chosen] = self._deleted + len(self._steps)
         for i, lane in enumerate(chosen):
             self._seed[lane] = self._seed[lane] if seeds is None else int(seeds[i])
             self._episodes[lane] = 0 if seeds is not None else self._episodes[lane] + 1
-            self._start[lane] = self._state_of(lane)
-        if (old := int(self._began.min()) - self._before) > _TRIM:
+            self._start_state[lane] = self._state_of(lane)
+        if (old := int(self._began.min()) - self._deleted) > _TRIM:
             del self._steps[:old]
-            self._before += old
+            self._deleted += old
 
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
-        return False  # what an env raises is to be written down, by those who see it
+        return False  # an env that rebuilt its lanes would hide the errors that this class writes to a file
 
     def _state_of(self, lane: int) -> Any:
         try:
@@ -91,13 +91,13 @@ class RecordsActions(Wrapped):
             raise error from error.__cause__
 
     def _write(self, error: ReapError, during: str) -> None:
-        """Write the file, and say in the error where it is. What goes wrong with it must not hide the error."""
+        """Write the file and set `error.failure_file` to its path. Log a failure to write, so `error` stays visible."""
         lane = error.lane or 0
         path = Path(self._directory) / f"reap-failure-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}.pt"
-        steps = self._steps[int(self._began[lane]) - self._before :]
+        steps = self._steps[int(self._began[lane]) - self._deleted :]
         columns = [torch.from_numpy(np.stack([step[n][lane] for step in steps])) for n in range(len(self._action))]
-        exact = self._start[lane] is not None or (self._seed[lane] is not None and not self._episodes[lane])
-        looks = [(list(key), list(leaf.shape), leaf.dtype) for key, leaf in self._action.items()]
+        exact = self._start_state[lane] is not None or (self._seed[lane] is not None and not self._episodes[lane])
+        action_leaves = [(list(key), list(leaf.shape), leaf.dtype) for key, leaf in self._action.items()]
         state: dict[str, Any] = {
             "format": FORMAT,
             "worker": self._worker,
@@ -109,8 +109,8 @@ class RecordsActions(Wrapped):
             "steps": len(steps),
             "error": str(error),
             "actions": columns if steps else [],
-            "action": looks,
-            "start": self._start[lane],
+            "action": action_leaves,
+            "start": self._start_state[lane],
             "env": self._make,
         }
         try:
@@ -123,7 +123,7 @@ class RecordsActions(Wrapped):
 
 
 def as_bytes(make: Callable[[], Env]) -> Packed | None:
-    """What makes an env, as a file can hold it; None where that is not possible."""
+    """Return an env factory pickled for the file; None, with a warning in the log, if it cannot be pickled."""
     try:
         return packed(make)
     except Exception as reason:

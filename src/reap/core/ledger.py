@@ -1,6 +1,6 @@
-"""Ledger: what is written and counted once per rollout, with whole-array arithmetic: mask, ids, versions, statistics.
+"""Ledger: fills mask, trajectory ids, versions and statistics once per rollout, with whole-array arithmetic.
 
-The hot loop says where episodes ended; everything that follows from it is worked out here, after the last step.
+The hot loop only records where episodes ended. The ledger computes the rest from that after the last step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reap.spec import EnvSpec
 Array = np.ndarray[Any, Any]
 
 
-# Columns that are the same in every row, or written after gaps are closed.
+# `_NOT_MOVED`: columns that are the same in every row, or written after gaps are closed.
 _FLAGS = [("next", flag) for flag in FLAGS]
 _TERMINATED = ("next", "terminated")
 _OURS = {MASK, CUT, TRAJ_IDS, EPISODE_RETURN, EPISODE_LENGTH}
@@ -27,29 +27,34 @@ _NOT_MOVED = {*_OURS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS),
 
 
 class TrajectoryIds:
-    """A counter: every trajectory of a run gets the next number. Of `of` workers each counts in its own residue."""
+    """A counter that numbers the trajectories of a run. Worker `worker` of `of` uses the ids `worker + k * of`."""
 
     def __init__(self, worker: int = 0, of: int = 1) -> None:
         self.next, self._stride = worker, of
 
     def take(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The next `count` ids."""
+        """Return the next `count` ids."""
         ids = self.next + np.arange(count, dtype=np.int64) * self._stride
         self.next += count * self._stride
         return ids
 
     def go_on_at(self, first: int) -> None:
-        """Go on at `first`, a number of its own residue that another counter was at."""
-        self.next = first if (first - self.next) % self._stride == 0 else self.next
-        self.skip_to(first)
+        """Continue from `first`, where the counter of a saved worker stood.
+
+        If `first` belongs to another worker's ids, continue at or above the larger of the two positions.
+        """
+        if (first - self.next) % self._stride == 0:
+            self.next = first
+        else:
+            self.skip_to(first)
 
     def skip_to(self, first: int) -> None:
-        """Go on at or above `first`."""
+        """Continue at or above `first`, without going back."""
         self.next += max(0, -(-(first - self.next) // self._stride)) * self._stride
 
 
 class Ledger:
-    """Ids and counts of one env's lanes, from rollout to rollout."""
+    """Keeps trajectory ids and counts of one env's lanes from rollout to rollout."""
 
     def __init__(
         self,
@@ -64,20 +69,20 @@ class Ledger:
         self._resets, self._skips = reset_when_done, spec.rows == "skipping" if skips is None else skips
         self.reward = ("next", *next(iter(spec.reward)))
         self.ids = counter.take(spec.all_lanes)
-        self._cut: Sequence[int] = ()  # lanes whose trajectories a failure has ended since the last rollout
+        self._cut: Sequence[int] = ()  # lanes whose next row is the first after a failure cut their trajectory
 
     def reset(self, lanes: Sequence[int], *, fresh_ids: bool = True) -> None:
-        """These lanes began anew, at the border between two rollouts."""
+        """Note that these lanes were reset between two rollouts."""
         if fresh_ids:
             self.ids[lanes] = self.counter.take(len(lanes))
         self.stats.forget(lanes)
 
     def mark_cut(self, lanes: Sequence[int]) -> None:
-        """A failure has ended the trajectories of these lanes, and they have begun anew: their next rows say so."""
+        """Note that a failure cut the trajectories of these lanes; their next rows will be marked as cut."""
         self._cut = lanes
 
     def write_cuts(self, column: Array, lanes: Array | None = None) -> None:
-        """Mark the first row of each lane after a failure; `lanes`: whose each row is, where lanes are mixed."""
+        """Mark the first row of each lane that failed. `lanes`: the lane of each row, if `column` mixes lanes."""
         if not len(self._cut):
             return
         if lanes is None:
@@ -99,30 +104,30 @@ class Ledger:
         version: int | None,
         cut: tuple[Array, ...] | None = None,
     ) -> None:
-        """A rollout of so many steps is over; episodes ended at steps `when` in lanes `where`, in order of time.
+        """Finish a rollout of `steps` steps whose episodes ended at steps `when` in lanes `where`, in order of time.
 
-        `version` None: every frame knows its own already, at its root. `cut`: steps and lanes of frames that are known
-        to be, and are marked as, the first after a failure.
+        `due`: the lanes that ended and are not reset yet. `version` None: the root version column is already written.
+        `cut`: steps and lanes of the frames already marked as the first after a failure.
         """
         arrays = slot.arrays
         frames = steps * slot.layout.lanes
         mask = arrays.get(MASK)
-        made = None  # frames of each lane, where they are its first rows
+        made = None  # frames of each lane, if gaps were closed and frames are its first rows
         over = arrays[("next", "done")][when, where, 0] if CUT in arrays and mask is not None else None
         if mask is not None:
-            when, made = self._settle(mask, slot, steps, when, where, version is None)
+            when, made = self._finish_mask(mask, slot, steps, when, where, version is None)
             frames = int(np.count_nonzero(mask))
         counted, began = None, None
         if over is not None and not over.all():
-            when, where, counted = self._cut_short(when, where, over)
+            when, where, counted = self._shift_cut_ends(when, where, over)
             began = when[~counted] + 1, where[~counted]
         if cut is not None:
-            when, where, counted = self._ended_before(when, where, *cut)
+            when, where, counted = self._add_cut_ends(when, where, *cut)
         reward = arrays[self.reward][:steps]
         one = reward.ndim == 3 and reward.shape[2] == 1
         number = reward[..., 0] if one else reward.reshape(steps, len(self.ids), -1).mean(-1)
-        blank = None if mask is None or frames == mask.size else ~mask
-        frame = None if blank is None or made is not None else ~blank[:steps]
+        no_frame = None if mask is None or frames == mask.size else ~mask
+        frame = None if no_frame is None or made is not None else ~no_frame[:steps]
         so_far = self.stats.rollout(
             number,
             when,
@@ -139,44 +144,44 @@ class Ledger:
             for key, values in ((EPISODE_RETURN, so_far.returns), (EPISODE_LENGTH, so_far.lengths)):
                 arrays[key][:steps] = values
                 arrays[key][steps:] = 0
-                if blank is not None:
-                    np.putmask(arrays[key], blank, 0)
+                if no_frame is not None:
+                    np.putmask(arrays[key], no_frame, 0)
         if CUT in arrays:
             if cut is None:
                 arrays[CUT][...] = False
             self.write_cuts(arrays[CUT])
             if began is not None and mask is not None:
-                self._mark_inside(arrays[CUT], mask, *began)
+                self._mark_after_cuts(arrays[CUT], mask, *began)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
-            if blank is not None:
-                np.putmask(arrays[TRAJ_IDS], blank, -1)
+            if no_frame is not None:
+                np.putmask(arrays[TRAJ_IDS], no_frame, -1)
         if version is None and ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
         for key in (VERSION, ("next", *VERSION)):
             if key in arrays and version is not None:
                 arrays[key][...] = version
-                if blank is not None:
-                    np.putmask(arrays[key], blank, 0)
+                if no_frame is not None:
+                    np.putmask(arrays[key], no_frame, 0)
 
-    def _cut_short(self, when: Array, where: Array, over: Array) -> tuple[Array, Array, Array]:
-        """Where trajectories ended, those among them that a failure has cut: at the frame before the one that is lost.
+    def _shift_cut_ends(self, when: Array, where: Array, over: Array) -> tuple[Array, Array, Array]:
+        """Return steps and lanes where trajectories ended, and which of these ends are ends of episodes.
 
-        Returns steps, lanes, and which of them are ends of episodes.
+        The others were cut by a failure: such a trajectory ends at the frame before the one that was lost.
         """
         when = np.where(over, when, when - 1)
-        first = when < 0  # cut before the first frame of this rollout
+        first = when < 0  # these were cut before the first frame of this rollout
         lanes = where[first].tolist()
         self.reset(lanes)
         self._cut = sorted({*self._cut, *lanes})
         return when[~first], where[~first], over[~first]
 
-    def _ended_before(self, when: Array, where: Array, first: Array, lanes: Array) -> tuple[Array, Array, Array]:
-        """Where trajectories ended, those among them that ended before the `first` frames of `lanes`, for a failure.
+    def _add_cut_ends(self, when: Array, where: Array, first: Array, lanes: Array) -> tuple[Array, Array, Array]:
+        """Return steps and lanes where trajectories ended, and which of these ends are ends of episodes.
 
-        Returns steps, lanes, and which of them are ends of episodes.
+        The others were cut by a failure, just before the frames at steps `first` of `lanes`.
         """
-        self.reset(lanes[first == 0].tolist())  # cut before the first frame of this rollout
+        self.reset(lanes[first == 0].tolist())  # these were cut before the first frame of this rollout
         over = {*zip(when.tolist(), where.tolist())}
         cut = [(t - 1, lane) for t, lane in zip(first.tolist(), lanes.tolist()) if t and (t - 1, lane) not in over]
         steps, of = np.array(cut, np.int64).reshape(-1, 2).T
@@ -184,36 +189,36 @@ class Ledger:
         counted = order < len(when)
         return np.r_[when, steps][order], np.r_[where, of][order], counted
 
-    def _mark_inside(self, column: Array, mask: Array, first: Array, lanes: Array) -> None:
-        """Mark rows that follow a cut; those that are not made yet, in the next rollout."""
+    def _mark_after_cuts(self, column: Array, mask: Array, first: Array, lanes: Array) -> None:
+        """Mark the rows after a cut. If a lane has no such row yet, its first row of the next rollout is marked."""
         there = first < len(column)
         there[there] = mask[first[there], lanes[there]]
         column[first[there], lanes[there]] = True
         self._cut = sorted({*self._cut, *lanes[~there].tolist()})
 
     def _write_ids(self, column: Array, when: Array, where: Array, steps: int, due: Sequence[int]) -> None:
-        """Ids only grow along a lane, so marking the starts and taking a running maximum writes them all."""
+        """Write the id column: ids only grow along a lane, so mark the starts and take a running maximum."""
         column[...] = 0
         column[0] = self.ids
-        if due:  # lanes not reset yet get their new ids when they are
+        if due:  # lanes that are not reset yet get their new ids when they are reset
             began = when < (steps - 1 if self._resets else 0)
             when, where = when[began], where[began]
         if len(when):
             new = self.counter.take(len(when))
             inside = when + 1 < len(column)
             column[when[inside] + 1, where[inside]] = new[inside]
-            self.ids[where] = new  # in order of time: the last one stays
+            self.ids[where] = new  # ends are in order of time, so the last id of a lane stays
             running(np.maximum, column, column)
         else:
             column[1:] = self.ids
 
-    def _settle(
+    def _finish_mask(
         self, mask: Array, slot: Slot, steps: int, when: Array, where: Array, versions: bool
     ) -> tuple[Array, Array | None]:
-        """Finish the mask, close the gaps of skipped steps, clear rows without a frame.
+        """Finish the mask, close the gaps of skipped steps, and clear rows without a frame.
 
-        `versions`: whether they differ from row to row, and move with their frames. Returns where ends are now
-        and, where gaps were closed, how many frames each lane made.
+        `versions`: whether versions differ between rows and must move with their frames. Returns the steps at which
+        episodes now end and, if gaps were closed, how many frames each lane made (else None).
         """
         mask[steps:] = False
         if not self._resets:
@@ -226,7 +231,7 @@ class Ledger:
         columns = [column for key, column in slot.arrays.items() if key not in stay and column.strides[0]]
         if self._skips:
             moved, made = close_gaps(mask, columns, when, where)
-            for flag in _FLAGS:  # set at ends and nowhere else
+            for flag in _FLAGS:  # these flags are set only where episodes end
                 column, ends = slot.arrays[flag], slot.arrays[flag][when, where]
                 column[...] = False
                 column[moved, where] = ends

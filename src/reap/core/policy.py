@@ -1,4 +1,4 @@
-"""Policies: whatever the user has, as one thing that reads a row and writes a row.
+"""Policies: turn whatever policy object the user has into one that reads a row and writes a row.
 
     as_policy(x) ──►  RandomActions     None, or RandomPolicy: drawn for a whole rollout at once
                       FlatPolicy        TensorDictModules as a flat program on plain tensors (policies/flat_policy.py)
@@ -6,12 +6,12 @@
                       TensorDictPolicy  anything that takes and returns a TensorDict: correct for all, fast for none
 
 `as_policy` (policies/as_policy.py) chooses among them. `Worker` then tries `captured` (policies/captured_policy.py): a
-CapturedPolicy takes the place of one that calls a module, and replays the torch calls that the module makes. Around the
-one that was chosen there may be another, a `PolicyWrapper`:
+CapturedPolicy replaces one that calls a module, and replays the torch calls that the module makes. The result may be
+wrapped in a `PolicyWrapper`:
 
-    Bucketed        of lanes that come as they are ready, so few sizes that each can be recorded (policies/buckets.py)
-    PerLanePolicy   a TensorDictPolicy of such lanes, each with a memory of its own (policies/per_lane_policy.py)
-    LaneByLane      a policy per lane, with random numbers of its own (policies/lane_by_lane.py)
+    Bucketed        for lanes that come as they are ready: few batch sizes, each to be recorded (policies/buckets.py)
+    PerLanePolicy   a TensorDictPolicy for such lanes, which keeps state for each lane (policies/per_lane_policy.py)
+    LaneByLane      one policy per lane, with a random generator of its own (policies/lane_by_lane.py)
     RootPolicy      a TensorDictPolicy on the TensorDict that a TorchRL env carries (envs/torchrl/root_policy.py)
 """
 
@@ -39,7 +39,7 @@ Reader = Callable[[Any], "np.ndarray[Any, Any]"]
 
 
 class RandomPolicy:
-    """Random actions from the env's action space, the same as `policy=None`.
+    """A policy that draws random actions from the env's action space, the same as `policy=None`.
 
     >>> collector = Collector("CartPole-v1", RandomPolicy(), frames_per_batch=100)
     """
@@ -55,7 +55,7 @@ class RandomPolicy:
 
 
 def rand_step_as_policy(policy: Any) -> Any:
-    """Return `policy`; for the `rand_step` of an env a RandomPolicy: the same actions, but only the collector steps."""
+    """Return a RandomPolicy in place of an env's `rand_step` method, which would also step the env; else `policy`."""
     owner = getattr(policy, "__self__", None)
     if getattr(policy, "__name__", None) == "rand_step" and hasattr(owner, "rand_action"):
         return RandomPolicy()
@@ -63,47 +63,47 @@ def rand_step_as_policy(policy: Any) -> Any:
 
 
 class Policy:
-    """Reads `row.inputs`, writes `row.outputs`. `inputs` and `outputs` say which columns those are."""
+    """A policy that reads `row.inputs` and writes `row.outputs`; `inputs` and `outputs` name the columns."""
 
     inputs: Sequence[Key] = ()
     outputs: Mapping[Key, Leaf]
     remembers = False  # whether `forget` has anything to do
-    inner: Mapping[Key, tuple[int, ...]] = {}  # further batch dimensions of nested outputs, by key
-    why: str | None = None  # why it could not be captured; None: it was not tried, or it is
-    looked_at: Collection[Key] | None = None  # the outputs that somebody looks at before a rollout ends; None: all
+    inner: Mapping[Key, tuple[int, ...]] = {}  # extra batch dimensions of nested outputs, by key
+    why: str | None = None  # why it could not be captured; None: it was captured, or that was not tried
+    looked_at: Collection[Key] | None = None  # the outputs that are read before a rollout ends; None: all
 
     @property
     def written(self) -> Sequence[Key]:
-        """The columns `act` writes; the others are written by `end`."""
+        """The columns that `act` writes; `end` writes the others."""
         return list(self.outputs)
 
     def explain(self) -> str:
-        """Say how it is run, in a sentence."""
+        """Return a sentence that says how the policy is run."""
         return "it is called at each step" + (f", not captured: {self.why}" if self.why else "")
 
     def begin(self, slot: Slot) -> None:
-        """A rollout starts: look again at whatever may have changed since the last one."""
+        """Prepare for a rollout into `slot`: check again whatever may have changed since the last one."""
 
     def act(self, row: Row) -> None:
-        """Decide about one step."""
+        """Compute the actions of one step and write them into `row`."""
         raise NotImplementedError
 
     def end(self, slot: Slot, steps: int) -> None:
-        """A rollout of so many steps is over: write what follows from its columns."""
+        """Finish a rollout of `steps` steps: write the outputs that are computed from whole columns."""
 
     def forget(self, lanes: Sequence[int]) -> None:
-        """Episodes of these lanes are over: nothing of them may be remembered."""
+        """Drop any state kept for these lanes, whose episodes are over."""
 
     def open_state(self) -> list[tuple[Key, Tensor]]:
-        """What it remembers of open episodes, beside its parameters and what is in the columns."""
+        """Return the state it keeps for open episodes, beside its parameters and the columns."""
         return []
 
     def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
-        """Remember what `open_state` returned."""
+        """Restore the state that `open_state` returned."""
 
 
 class PolicyWrapper(Policy):
-    """A policy that shows another one rows in its own way, and is run as that one is."""
+    """A policy around another one, which sees the rows in a different form. All other calls are forwarded to it."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -133,10 +133,10 @@ class PolicyWrapper(Policy):
 
 
 class RandomActions(Policy):
-    """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero.
+    """Draws the random actions of a whole rollout when it begins. Its other outputs are zero or an initial carry.
 
-    `draw` is for envs whose actions cannot be drawn ahead: it writes those of one step. An action with a mask, as
-    `masks` has it by key, is drawn step by step among those that are legal then.
+    `draw` writes the actions of one step, for envs whose actions cannot be drawn ahead. Actions with a key in `masks`,
+    which names their mask column, are drawn at each step among the actions that are legal then.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class RandomActions(Policy):
     ) -> None:
         self._action, self._draw = action, draw
         self._masks = {} if masks is None or draw is not None else masks
-        self._slot: Slot | None = None  # in which masked actions are drawn, and at which step
-        self._step = 0
+        self._slot: Slot | None = None  # the slot into which masked actions are drawn
+        self._step = 0  # the step of it that is drawn next
         self.outputs = dict(action if outputs is None else outputs)
         self._first = {("next", *key): first for key, first in (carry or {}).items()}
 
@@ -163,7 +163,7 @@ class RandomActions(Policy):
         size = (slot.layout.steps, slot.layout.lanes)
         for key, leaf in self.outputs.items():
             if key not in self._action:
-                slot.arrays[key][...] = self._first.get(key, 0)  # nobody acts, so a memory stays as it began
+                slot.arrays[key][...] = self._first.get(key, 0)  # no model runs, so a recurrent state never changes
             elif self._draw is None and key not in self._masks:
                 slot.put(key, _as_written(self._action[key], leaf).rand(size))
         self._slot, self._step = (slot if self._masks else None), 0
@@ -184,14 +184,14 @@ class RandomActions(Policy):
 
 
 def _as_written(space: Leaf, column: Leaf) -> Leaf:
-    """Random values for an action column that a policy writes its own way (an index where the env says one-hot)."""
+    """Return the action leaf in the encoding of a policy's column, such as an index where the env's is one-hot."""
     if space.shape == column.shape:
         return Leaf(column.shape, column.dtype, space.space, space.one_hot)
     return Leaf(column.shape, column.dtype, space.space, not space.one_hot)
 
 
 class TensorPolicy(Policy):
-    """The common half of every policy that computes: call, check, write."""
+    """The base of every policy that computes tensors: calls the model, checks its outputs and writes them."""
 
     def __init__(self, inputs: Sequence[Key], device: torch.device | None) -> None:
         self.inputs = tuple(inputs)
@@ -200,28 +200,28 @@ class TensorPolicy(Policy):
         self._readers: tuple[Reader, ...] = ()
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-        """The values of `outputs`, in that order."""
+        """Return the values of `outputs`, in that order."""
         raise NotImplementedError
 
     def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
-        """Learn `outputs` from one call; `size` are the dimensions of the lanes."""
+        """Learn `outputs` from one call; `size` holds the lane dimensions."""
         raise NotImplementedError
 
     def once(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
-        """The values of `written` for these inputs, as at first; nothing is remembered."""
+        """Return the values of `written` for these inputs as at a first step, and keep no state."""
         return self.forward(inputs)
 
     def private(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Inputs foreign code may keep or change: rows are recycled, and what was seen is data."""
+        """Return copies of the inputs, which foreign code may keep or change: rows are reused and are delivered."""
         if self.device is not None:
-            return tuple([x.to(self.device, non_blocking=True) for x in inputs])  # whoever reads the answer waits
+            return tuple([x.to(self.device, non_blocking=True) for x in inputs])  # reading the outputs will wait
         return tuple([x.clone() for x in inputs])
 
     def act(self, row: Row) -> None:
         self.write(self.forward(row.inputs), row)
 
     def write(self, values: Sequence[Any], row: Row) -> None:
-        """Write what was decided into the columns."""
+        """Write the computed values into the row; raise SpecMismatch if a shape or dtype changed."""
         for value, read, column in zip(values, self._readers, row.outputs):
             array = read(value)
             if array.shape != column.shape or array.dtype != column.dtype:
@@ -229,7 +229,7 @@ class TensorPolicy(Policy):
             column[...] = array
 
     def learn_outputs(self, keys: Sequence[Key], values: Sequence[Any], size: tuple[int, ...]) -> None:
-        """Fix the columns from one call's values, which all have the dimensions `size` of the lanes first."""
+        """Fix the output columns from the values of one call; their first dimensions must be `size`, the lanes."""
         readers = []
         for key, value in zip(keys, values):
             if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float, bool)):
@@ -244,7 +244,7 @@ class TensorPolicy(Policy):
         self._readers = tuple(readers)
 
     def keep_on_device(self) -> None:
-        """Rows are tensors where the outputs are: they are written as they come."""
+        """Write outputs without converting them to NumPy, for rows that are tensors on the policy's device."""
         self._readers = (Tensor.detach,) * len(self._readers)  # type: ignore[assignment]
 
     def _changed(self, array: np.ndarray[Any, Any], column: np.ndarray[Any, Any], row: Row) -> SpecMismatch:
@@ -256,7 +256,7 @@ class TensorPolicy(Policy):
 
 
 class SubstitutePolicy(TensorPolicy):
-    """A policy that computes in the place of another, `plain`, which remembers for both."""
+    """A policy that computes in place of another, `plain`, which keeps the state of both."""
 
     _plain: TensorPolicy
 
@@ -275,10 +275,11 @@ class SubstitutePolicy(TensorPolicy):
 
 
 class TensorDictPolicy(TensorPolicy):
-    """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none.
+    """Runs any callable that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none.
 
-    What it wrote at one step it finds again at the next, as noise processes and counters expect. A lane whose episode
-    ended finds zeros; where all have ended, or begin anew, it finds nothing, as at first.
+    The callable finds what it wrote at the previous step in its TensorDict, as noise processes and counters expect.
+    Lanes whose episode ended find zeros there; once all lanes have ended or were reset, the entries are absent, as at
+    the first step.
     """
 
     remembers = True
@@ -294,9 +295,9 @@ class TensorDictPolicy(TensorPolicy):
         shown: torch.device | None = None,
     ) -> None:
         super().__init__(inputs, device)
-        self.shown = device if shown is None else shown  # as its TensorDict's device
+        self.shown = device if shown is None else shown  # the device its TensorDict reports
         self.call, self._size, self._loose = call, size, loose
-        # branches with batch dimensions of their own, those inside others last
+        # Branches with extra batch dimensions, parents before their children.
         inner = {key: own for key, own in (inner or {}).items() if any(k[: len(key)] == key for k in inputs)}
         self._inner = sorted(inner.items(), key=lambda item: len(item[0]))
         self._keys: list[Key] = []
@@ -321,14 +322,17 @@ class TensorDictPolicy(TensorPolicy):
         return self.answer(inputs, {}, self._size)[0]
 
     def keep_nothing(self) -> None:
-        """Act at every step as at the first: for a policy that never reads what it wrote."""
+        """Carry nothing from step to step any more, for a policy that never reads what it wrote."""
         self.remembers = False
         self.forward = self.once  # type: ignore[method-assign]
 
     def answer(
         self, inputs: tuple[Tensor, ...], kept: Mapping[Key, Any], size: tuple[int, ...]
     ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        """The values of `outputs` for rows of this size, whose lanes have `kept` so much; and what they keep now."""
+        """Call the policy on rows whose lane dimensions are `size`, with `kept` from the previous step.
+
+        Returns the values of `outputs`, and what to keep for the next step.
+        """
         td = self._tensordict(self.private(inputs), size)
         for key, value in kept.items():
             td.set(key, value)
@@ -338,7 +342,7 @@ class TensorDictPolicy(TensorPolicy):
         return self.taken(out), {key: value for key, value in self._entries(out) if key not in given}
 
     def taken(self, out: TensorDictBase) -> Sequence[Any]:
-        """The values of `outputs` from what the policy made."""
+        """Return the values of `outputs` from the TensorDict that the policy returned."""
         values = [out.get(key, None) for key in self._keys]
         for key, value in zip(self._keys, values):
             if value is None:
@@ -369,7 +373,7 @@ class TensorDictPolicy(TensorPolicy):
         self._kept = {tuple(key): value if self.device is None else value.to(self.device) for key, value in state}
 
     def adopt(self, inputs: Sequence[Key], outputs: Mapping[Key, Leaf]) -> None:
-        """Stand in for a flat policy whose modules changed."""
+        """Use the inputs and outputs of a flat policy, to replace it after its modules changed."""
         self.inputs, self._keys = tuple(inputs), list(outputs)
 
     def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
@@ -380,12 +384,14 @@ class TensorDictPolicy(TensorPolicy):
         out = self.call(td)
         out = td if out is None else out
         if is_named(out) and not isinstance(out, TensorDictBase):
-            self.call = _returning_tensordict(self.call)
+            call = self.call
+            self.call = lambda td: as_tensordict(call(td), td.batch_size)
             out = as_tensordict(out, td.batch_size)
         if not isinstance(out, TensorDictBase):
             raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
         after = dict(self._entries(out))
-        # In a copy, flags and all, every object is another: there only other values tell what was written.
+        # If the policy returned a copy of its input, every entry is a new object, so only changed values show what it
+        # wrote. The flags, which no policy writes, tell whether it is a copy.
         copied = out is not td or any(after.get((f,)) is not before.get((f,)) for f in FLAGS)
         written = {
             k: v
@@ -401,7 +407,7 @@ class TensorDictPolicy(TensorPolicy):
 
 
 def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> dict[Key, Any]:
-    """One value of every column a policy may read, as it will see them: observations, and the flags of a root."""
+    """Return an example of every column a policy may read, in the form it will see: observations and root flags."""
     columns: dict[Key, Any] = {}
     for (key, leaf), array in zip(spec.observation.items(), current):
         if leaf.loose:
@@ -412,17 +418,12 @@ def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> d
     return columns | {flag: torch.zeros((*spec.size, 1), dtype=torch.bool) for flag in shown}
 
 
-def _returning_tensordict(call: Callable[..., Any]) -> Callable[[TensorDictBase], TensorDict]:
-    """`call`, which takes a TensorDict and returns its outputs by name in another form."""
-    return lambda td: as_tensordict(call(td), td.batch_size)
-
-
 def _same(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
 
 
 def _reader(value: Any) -> Reader:
-    """How to get a NumPy array from this kind of value, decided once."""
+    """Return a function that converts values of this kind to NumPy arrays, so that it is chosen only once."""
     if not isinstance(value, Tensor):
         return np.asarray
     if value.dtype is torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Traces of rollouts by torch's profiler, made where the worker is: one file, which Perfetto and Chrome open."""
+"""Traces rollouts with torch's profiler, in the worker's process, into one file that Perfetto and Chrome open."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 
 
 def activities_of(names: Any) -> list[ProfilerActivity]:
-    """Torch's activities by name; what this machine has no device for is left out."""
+    """Return torch's profiler activities by name, without "cuda" if this machine has no CUDA device."""
     there = [name.lower() for name in names if name.lower() != "cuda" or torch.cuda.is_available()]
     return [ACTIVITIES[name] for name in there]
 
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """What of one worker is traced, how, and where to."""
+    """Which rollouts of one worker are traced, with which profiler options, and into which file."""
 
     path: str
     warmup_rollouts: int
-    num_rollouts: int  # warm-up included
+    num_rollouts: int  # including the warm-up
     activities: tuple[str, ...]
     record_shapes: bool
     profile_memory: bool
@@ -33,7 +33,7 @@ class TraceSettings:
 
 
 class RolloutTracer:
-    """Stands in for a worker's `fill` until enough rollouts are traced, or `end` is called."""
+    """Replaces a worker's `fill` until enough rollouts are traced or `end` is called."""
 
     def __init__(self, worker: Any, settings: TraceSettings) -> None:
         self._worker, self._fill, self._settings = worker, worker.fill, settings
@@ -42,7 +42,7 @@ class RolloutTracer:
         worker.fill = self.fill
 
     def fill(self, slot: Any, *, random: bool = False) -> Any:
-        """One rollout, traced unless it is for warming up."""
+        """Collect one rollout, and trace it unless it belongs to the warm-up."""
         settings = self._settings
         self._made += 1
         if self._made > settings.warmup_rollouts and self._profiler is None:
@@ -53,7 +53,7 @@ class RolloutTracer:
                 with_stack=settings.with_stack,
                 with_flops=settings.with_flops,
             )
-            self._profiler.start()  # in the thread that collects
+            self._profiler.start()  # must happen in the thread that collects
         try:
             return self._fill(slot, random=random)
         finally:
@@ -61,7 +61,7 @@ class RolloutTracer:
                 self.end()
 
     def end(self) -> None:
-        """Write what was traced, and let the worker collect as before. May be called twice."""
+        """Write the trace and restore the worker's own `fill`. May be called twice."""
         vars(self._worker).pop("fill", None)
         profiler, self._profiler = self._profiler, None
         if profiler is not None:

@@ -1,9 +1,9 @@
-"""EpisodeQuota: a rollout ends with the last episode that is wanted.
+"""EpisodeQuota: ends a rollout when every lane has played its share of a number of episodes.
 
-    lane 0   ───■───────■────■          3 wanted of lanes 0 and 1: two of lane 0, one of lane 1, each its first ones;
-    lane 1   ──────■────────…           lane 1 goes on beside lane 0, and nobody counts what it does then
+    lane 0   ───■───────■────■          3 episodes of lanes 0 and 1: the first two of lane 0, the first one of lane 1;
+    lane 1   ──────■────────…           lane 1 is stepped along with lane 0, but its later episodes do not count
 
-Every lane has its share beforehand: were the first to end taken, short episodes would be more frequent than they are.
+Each lane's share is fixed beforehand. Taking the episodes that end first would favour short ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 class EpisodeQuota:
-    """So many episodes, shared out among lanes; the first lanes have one more where that does not come out even."""
+    """A number of episodes divided among lanes. If they do not divide evenly, the first lanes get one more."""
 
     def __init__(self, episodes: int, lanes: int) -> None:
         each, rest = divmod(episodes, lanes)
@@ -24,7 +24,7 @@ class EpisodeQuota:
         self.begin()
 
     def begin(self) -> None:
-        """Count from nothing again."""
+        """Restart the count."""
         self._left = self._shares.copy()
 
     @property
@@ -33,17 +33,18 @@ class EpisodeQuota:
         return not bool((self._left > 0).any())
 
     def count(self, lanes: Array) -> None:
-        """Episodes have ended in these lanes, once each."""
+        """Count one ended episode for each of these lanes."""
         self._left[lanes] -= 1
 
     def counted(self, lanes: Array, over: Array) -> Array:
-        """Which of these frames belong to the lanes' shares: frame by frame the lane, and whether an episode ended.
+        """Return which of these frames belong to the lanes' shares, and count the episodes that they end.
 
-        Frames are in order of time within each lane; those that follow go on from here.
+        `lanes` and `over` give the lane of each frame and whether it ends an episode. Frames must be in order of time
+        within each lane; the next call continues after them.
         """
         order = np.argsort(lanes, kind="stable")
         lane, ends = lanes[order], over[order].astype(np.int64)
-        before = np.cumsum(ends) - ends  # ends before each frame, in all lanes up to this one
+        before = np.cumsum(ends) - ends  # ends before each frame, in its own lane and in those sorted before it
         first = np.r_[True, lane[1:] != lane[:-1]] if len(lane) else np.zeros(0, bool)
         before -= np.maximum.accumulate(np.where(first, before, 0))
         wanted = np.zeros(len(lanes), bool)

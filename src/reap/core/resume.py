@@ -1,11 +1,11 @@
-"""Resuming: what a worker is in the middle of, as plain tensors and numbers, so that another one goes on bit by bit.
+"""Resuming: a worker's state as plain tensors and numbers, from which another worker continues bit for bit.
 
-    worker ──► env state, what each lane sees next, ids, statistics, random generators ──► a dictionary ──► file
-    worker of another process ◄── the same
+    worker ──► env state, next observations, ids, statistics, random generators ──► a dictionary ──► file
+    worker in another process ◄── the same dictionary
 
-What an env cannot give is told in the state itself (`"why"`): then its episodes begin anew, with new ids, and all the
-rest goes on. Objects (a pickled env) are kept as bytes in a tensor, so that a file of such states can be read without
-executing anything; only whoever resumes from it unpickles them.
+If an env cannot save its state, the dictionary says so (`"why"`): its episodes restart with new ids, and everything
+else continues. Objects (a pickled env) are stored as bytes in a tensor, so a file of such states can be read without
+executing anything. They are unpickled only when a worker resumes.
 """
 
 from __future__ import annotations
@@ -27,48 +27,51 @@ FORMAT = 1
 
 
 class CannotResume(Exception):
-    """Why the middle of an episode cannot be saved."""
+    """Raised where an open episode cannot be saved; the message says why."""
 
 
-Packed = Mapping[str, Tensor]  # an object as bytes, under a name that says so
+Packed = Mapping[str, Tensor]  # an object as pickled bytes, under the key `_PICKLE`
 _PICKLE = "pickle"
 
 
 def packed(value: Any, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> Packed:
-    """Return any object as bytes in a tensor."""
+    """Return any object as pickled bytes in a tensor."""
     return {_PICKLE: torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)}
 
 
 def unpacked(data: Packed, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
-    """The object that `packed` was given."""
+    """Return the object that was given to `packed`."""
     return loads(bytes(data[_PICKLE].numpy()))
 
 
 def has_own_state(env: Any) -> bool:
-    """Whether an env can say itself where it is, and be put there."""
+    """Return whether an env has `get_state` and `set_state`, which save and restore its state."""
     return callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))
 
 
 def without_pickles(state: Any) -> Any:
-    """A collector's state from which nothing will be unpickled: episodes whose envs are pickled begin anew."""
+    """Return a collector's state without pickled envs; the episodes of these envs restart."""
     why = "the env is kept as a pickle, and the checkpoint was loaded without trusted=True"
     return without_episodes(state, why, _has_pickles)
 
 
 def without_episodes(state: Any, why: str, which: Callable[[Any], bool] = lambda _: True) -> Any:
-    """A collector's state, in which the open episodes of all workers, or of some, begin anew."""
+    """Return a collector's state in which open episodes restart for the reason `why`.
+
+    `which(resume)` chooses the workers, all by default.
+    """
     if not isinstance(state, Mapping):
         return state
     found = {name: without_episodes(part, why, which) for name, part in state.items()}
     resume = state.get("resume")
     if isinstance(resume, Mapping) and resume.get("why") is None and which(resume):
         found["resume"] = {**resume, "why": why, "env": None, "current": [], "policy": []}
-    # What has no episodes in it is given back itself: a module's state has more to it than its entries.
+    # A mapping without episodes is returned itself, not copied: a module's state dict has attributes of its own.
     return found if any(found[name] is not part for name, part in state.items()) else state
 
 
 def anew(lanes: int, why: str, *, next_id: int, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a worker that nobody can ask any more: its episodes begin anew, with ids from `next_id` on."""
+    """Return the state of a worker that cannot be reached any more: its episodes restart, with ids from `next_id`."""
     state = {"format": FORMAT, "lanes": lanes, "why": why, "env": None, "current": [], "policy": [], "random": None}
     return {**state, "next_id": next_id, "statistics": statistics}
 
@@ -80,7 +83,7 @@ def _has_pickles(part: Any) -> bool:
 
 
 def generators() -> dict[str, Any]:
-    """Where the random generators of this process are: torch's, NumPy's, Python's and the GPUs'."""
+    """Return the states of this process's random generators: torch's, NumPy's, Python's and the GPUs'."""
     name, words, position, has_gauss, gauss = np.random.get_state()
     version, numbers, following = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -93,7 +96,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Put the random generators back to what `generators` returned."""
+    """Restore the random generators to the states that `generators` returned."""
     torch.set_rng_state(state["torch"])
     name, words, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
@@ -105,7 +108,7 @@ def set_generators(state: Mapping[str, Any]) -> None:
 
 
 def check(state: Any, lanes: int, leaves: Sequence[Leaf]) -> None:
-    """Raise if a worker of so many lanes, which see these leaves, cannot go on from there."""
+    """Raise CorruptState if a worker with `lanes` lanes that observe `leaves` cannot resume from `state`."""
     if not isinstance(state, Mapping) or "format" not in state:
         raise CorruptState(f"'resume' is no state of a worker but {type(state).__name__}; nothing was loaded")
     if state["format"] != FORMAT:

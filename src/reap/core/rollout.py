@@ -1,4 +1,4 @@
-"""The hot loop. There is one loop in reap that steps an env: `RolloutLoop.fill`.
+"""The hot loop: `RolloutLoop.fill` is the only loop in reap that steps an env.
 
     current ──► row 0            row t: policy.act → env.step → next, reward, flags
                 │                       │
@@ -6,7 +6,7 @@
                                             last row: after = current, the first observation of the next rollout
 
 Cost of one step beyond policy and env (2 cores, five leaves): one call each, one NumPy row copy per observation leaf,
-about 2–4 µs. Flags are cleared, trajectory ids and versions written once per rollout, not once per step.
+about 2–4 µs. Clearing flags and writing trajectory ids and versions happens once per rollout, not once per step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reap.errors import ReapError, raised_by, reraise
 
 
 class RolloutLoop:
-    """Fills slots with rollouts of one env under one policy, going on in each where the last one stopped."""
+    """Fills slots with rollouts of one env under one policy; each rollout continues where the last one stopped."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class RolloutLoop:
         self.env, self.policy, self.current, self.ledger = env, policy, current, ledger
         self.exploration, self.reset_when_done, self.stop = exploration, reset_when_done, stop
         self.version = 0
-        self.times: StepTimes | None = None  # times the steps of this rollout; None: it is not timed
-        self.at = np.zeros(1, np.int64)  # the step it is at; a worker puts shared memory here
+        self.times: StepTimes | None = None  # measures the steps of this rollout; None: they are not timed
+        self.at = np.zeros(1, np.int64)  # the current step; a worker process puts shared memory here
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
-        # Outputs that the next row begins with: the next recurrent state, and observations the policy writes over.
+        # Outputs that the next row begins with: the next recurrent state, and observations the policy overwrites.
         self._carried = [key for key in policy.outputs if key[0] == "next" or key in spec.observation]
-        self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
+        self._stamps = VERSION not in policy.outputs  # else the policy writes the version of the weights that acted
         self.due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = self._row_keys()
         self.driver_token = env.driver = object()  # marks this loop as the one that moved the env last
@@ -63,11 +63,11 @@ class RolloutLoop:
 
     @property
     def stamp(self) -> int | None:
-        """The version to stamp frames with; None: the policy has written it."""
+        """The version to stamp frames with; None: the policy writes it."""
         return self.version if self._stamps else None
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
-        """New episodes in `lanes`, at the border between two rollouts."""
+        """Start new episodes in `lanes`, between two rollouts."""
         try:
             self.env.reset(lanes, self.current, seeds)
         except Exception as cause:
@@ -79,11 +79,14 @@ class RolloutLoop:
         self.policy.forget(chosen)
 
     def begin_anew(self) -> None:
-        """Nobody knows any more where the lanes are: the next rollout begins with new episodes."""
+        """Make the next rollout begin with new episodes in all lanes, because their position is unknown."""
         self.due = list(self.lanes)
 
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
-        """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
+        """Collect one rollout into `slot` and return its number of steps.
+
+        It is shorter than the slot only if `stop` ended it, or if all lanes ended and are not reset during a rollout.
+        """
         policy = policy or self.policy
         self._begin(slot, policy)
         act, step, reset, at = policy.act, self.env.step, self.env.reset, self.at
@@ -96,7 +99,7 @@ class RolloutLoop:
         ends = EpisodeEnds(slot, self._keys.observation)
         when, where, compact = ends.when, ends.where, ends.compact
         due: list[int] = []  # lanes that ended and are not reset in this rollout
-        self.due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
+        self.due = lanes  # if Ctrl-C interrupts this rollout, the lanes' position is unknown: the next resets them all
         t, acted = 0, True
         try:
             with torch.no_grad(), exploring(self.exploration):
@@ -112,18 +115,18 @@ class RolloutLoop:
                         after_step(row)
                     if due:
                         for after in row.after:
-                            after[due] = 0  # nobody stepped these lanes: their successors are old memory
+                            after[due] = 0  # these lanes were not stepped, so their successors are stale memory
                     if ended:
                         when += [t] * len(ended)
                         where += ended
                         if compact:
-                            ends.keep(t, ended, row.next)  # before a reset writes over it
+                            ends.keep(t, ended, row.next)  # before a reset overwrites it
                         if not resets:
                             due += ended
                             lanes = [lane for lane in lanes if lane not in ended]
                             if not lanes:
                                 break
-                    if (stop := self.stop) is not None and stop():  # looked up anew: another thread may break it off
+                    if (stop := self.stop) is not None and stop():  # read at each step: another thread may set it
                         due = ended if resets else due
                         break
                     if ended and resets:
@@ -140,15 +143,15 @@ class RolloutLoop:
         return t + 1
 
     def _begin(self, slot: Slot, policy: Policy) -> None:
-        """Bring env, policy and slot to the first row: whatever was done to them since the last rollout."""
-        self.env.expect(self._actions)  # somebody may have used the env by hand since
+        """Prepare env, policy and slot for the first row, whatever was done to them since the last rollout."""
+        self.env.expect(self._actions)  # the user may have stepped the env by hand with other actions
         if self.due:
             self.reset(self.due)
         slot.clear_flags()
         policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
         policy.begin(slot)
         if policy is self.policy and self._keys.outputs != tuple(policy.written):
-            self._keys = self._row_keys()  # a hook has appeared, or gone
+            self._keys = self._row_keys()  # a hook was added to the user's module, or removed
         self.env.set_policy_keys(self._keys.outputs)
         arrays = slot.arrays
         if MASK in arrays:
@@ -159,7 +162,7 @@ class RolloutLoop:
                 arrays[(*FIRST, *key)][0] = value
 
     def _finish(self, slot: Slot, policy: Policy, steps: int, row: Row, ends: EpisodeEnds, due: list[int]) -> None:
-        """Write what follows from the steps made, of which `row` is the last; lanes that are `due` are reset next."""
+        """Complete the slot after its last step, whose row is `row`; the next rollout resets the lanes in `due`."""
         if steps < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
             for mine, last in zip(self.current, row.after):
                 mine[...] = last
@@ -172,4 +175,4 @@ class RolloutLoop:
         if self.ledger is not None:
             when, where = np.array(ends.when, np.int64), np.array(ends.where, np.int64)
             self.ledger.close(slot, steps, when, where, due=due, version=self.stamp)
-        self.due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
+        self.due = sorted(due)  # last: if Ctrl-C comes before this, the batch is lost and all lanes are reset

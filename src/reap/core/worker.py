@@ -1,6 +1,6 @@
 """Worker: one running fill loop.   take a free slot → fill it → hand it over; stop is the absence of slots.
 
-A worker is built from a `Plan` wherever it lives (this process, another one, another machine), by the same lines.
+Wherever a worker lives (this process, another one, another machine), the same code builds it from a `Plan`.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ class Plan:
     make_policy: Callable[[], Any]
     steps: Callable[[int], int]  # lanes → steps per rollout
     exploration: InteractionType = InteractionType.RANDOM
-    policy_device: torch.device | None = None  # where inputs must be brought
-    shown_device: torch.device | None = None  # what policies of TensorDicts see as their device
+    policy_device: torch.device | None = None  # the device that policy inputs must be moved to
+    shown_device: torch.device | None = None  # the device of the TensorDicts that TensorDict policies receive
     trust_policy: bool = False
-    out_keys: Sequence[Key] | None = None  # names of a tuple's parts
-    capture: bool = True  # replay what policy and env ask of torch, where that is the same
+    out_keys: Sequence[Key] | None = None  # names for the parts of a tuple that the policy returns
+    capture: bool = True  # record the torch calls of policy and env, and replay them if the results are the same
     compile_policy: dict[str, Any] | None = None
     reset_when_done: bool = True
     reset_at_each_iter: bool = False
     track_traj_ids: bool = True
     track_policy_version: bool = False
-    track_episodes: bool = False  # columns with return and length of each frame's episode so far
-    gamma: float | None = None  # by which returns of episodes are discounted too
-    cut_column: bool = False  # a column says where failures ended trajectories
-    deterministic: bool = False  # lane by lane, each with random numbers of its own (core/policies/lane_by_lane.py)
-    masked: bool = False  # a column says what is a frame, also where everything is
+    track_episodes: bool = False  # add columns with return and length of each frame's episode so far
+    gamma: float | None = None  # also report episode returns discounted by this factor
+    cut_column: bool = False  # add a column that marks where failures ended trajectories
+    deterministic: bool = False  # act lane by lane, each with its own random numbers (core/policies/lane_by_lane.py)
+    masked: bool = False  # add a column that says which rows are frames, even if all are
     stop: Callable[[], bool] | None = None
-    episodes: int | None = None  # a rollout ends when all lanes together have played so many since the last reset
+    episodes: int | None = None  # end a rollout when all lanes together have played this many since the last reset
     compact: bool = False
-    contiguous: bool | None = None  # batches with lanes first in memory too; None: as suits the env
+    contiguous: bool | None = None  # deliver batches with lanes first in memory too; None: the env's default
     storing_device: torch.device | None = None
-    cuda_graphs: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
-    stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
+    cuda_graphs: bool = False  # run whole rollouts, or the policy's steps, as CUDA graphs
+    stream: bool = False  # for ready lanes: batches of frames as they came, not as many frames of every lane
 
     def context(
         self, spec: EnvSpec, columns: Mapping[Key, Any], carry: Mapping[Key, Any], **more: Any
     ) -> PolicyContext:
-        """Return what a policy acts in, with what is asked for here."""
-        asked: dict[str, Any] = {"trust": self.trust_policy, "out_keys": self.out_keys, "compile": self.compile_policy}
-        return PolicyContext(spec, columns, self.exploration, carry=list(carry), **asked, **more)
+        """Return the context in which `as_policy` builds the policy, with the options of this plan."""
+        more |= {"trust": self.trust_policy, "out_keys": self.out_keys, "compile": self.compile_policy}
+        return PolicyContext(spec, columns, self.exploration, carry=list(carry), **more)
 
 
 class Worker(AnyWorker):
-    """An env, a policy, the loop that joins them and the slots it fills. `parts`: env and policy, if they are made."""
+    """An env, a policy, the loop that joins them, and the slots it fills. `parts`: env and policy, if already built."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class Worker(AnyWorker):
         rebuilds: Any = None,
     ) -> None:
         self.plan = plan
-        self.should_stop = plan.stop  # asked after every step
+        self.should_stop = plan.stop  # called after every step
         self._filling: Slot | None = None
         self._ids = ids or TrajectoryIds()
         env = plan.make_env() if parts is None else parts[0]
         try:
             self._build(plan, env, plan.make_policy() if parts is None else parts[1], same_slot, rebuilds)
         except BaseException:
-            env.close()  # nobody will hold it
+            env.close()  # the worker was not built, so no one else can close it
             raise
 
     def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool, budget: Any) -> None:
@@ -107,26 +107,26 @@ class Worker(AnyWorker):
         env.captures = plan.capture
         env.bind_policy(self.model)
         self.rebuilds = Rebuilds(budget, env, plan)
-        self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
-        self.env = with_recurrent_state(env, self.model, self.memory)
+        self.carry = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
+        self.env = with_recurrent_state(env, self.model, self.carry)
         spec = self.env.spec
         if not plan.reset_when_done and not spec.single_steps:
             raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
         self.lanes = spec.all_lanes
         self._quota = None if plan.episodes is None else EpisodeQuota(plan.episodes, self.lanes)
         if self._quota is not None:
-            self.should_stop = self._played
+            self.should_stop = self._episodes_played
         self.stats: Stats = Stats(self.lanes, plan.gamma)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
         self._draw = self.env.draw if self.env.draws else None
-        self._noise = LaneGenerators(spec.lanes) if plan.deterministic else None
-        self.policy = self._policy(spec, current) if self._noise is None else self._lane_by_lane(current, self._noise)
+        self._lane_generators = LaneGenerators(spec.lanes) if plan.deterministic else None
+        self.policy = self._make_policy(spec, current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         outputs = self.policy.outputs
-        self.random: Policy = RandomActions(spec.action, outputs, self.memory, self._draw, action_masks(spec))
-        if self._noise is not None and self._draw is None:
-            self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._noise, spec)
+        self.random: Policy = RandomActions(spec.action, outputs, self.carry, self._draw, action_masks(spec))
+        if self._lane_generators is not None and self._draw is None:
+            self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._lane_generators, spec)
         skips = spec.rows == "skipping" or self.env.tells_cuts
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done, skips=skips)
         self.loop = RolloutLoop(
@@ -149,7 +149,7 @@ class Worker(AnyWorker):
         self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
 
     def _layout(self) -> Layout:
-        """The layout of a batch's slot; where lanes come as they are ready, also the log they are sorted out of."""
+        """Return the layout of a batch's slot; for lanes that come as they are ready, also create sorter and log."""
         spec, plan = self.env.spec, self.plan
         may_skip = self.env.tells_cuts or (plan.cut_column and not plan.compact)  # the same for all workers
         cuts = plan.cut_column or self.env.tells_cuts
@@ -177,7 +177,7 @@ class Worker(AnyWorker):
             pin(self._log.block, plan.policy_device)
             columns = {key: columns[key] for key in delivered(columns)}
             if self.env.tells_cuts and not stream:
-                columns[MASK] = Leaf((), torch.bool)  # of lanes that were dropped
+                columns[MASK] = Leaf((), torch.bool)  # for lanes that were dropped
         if stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
             if self._quota is not None:
@@ -190,10 +190,10 @@ class Worker(AnyWorker):
     def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
         if self.plan.stop is not None:
             raise UsageError("interruptor stops all lanes at one step; this env's lanes come as they are ready")
-        theirs = [key for key in self.policy.outputs if key[0] == "next" and key[1:] not in self.memory]
-        if theirs:
+        written = [key for key in self.policy.outputs if key[0] == "next" and key[1:] not in self.carry]
+        if written:
             raise UsageError(
-                f"policy writes {show_keys(theirs)}; where lanes come as they are ready only a declared carry is kept"
+                f"policy writes {show_keys(written)}; where lanes come as they are ready only a declared carry is kept"
             )
 
     def _check_compact(self, columns: Mapping[Key, Leaf]) -> None:
@@ -213,23 +213,25 @@ class Worker(AnyWorker):
                 f"compact_obs needs observations as the env made them; the policy overwrites {show_keys(both)}"
             )
 
-    def _lane_by_lane(self, current: Sequence[Any], noise: LaneGenerators) -> Policy:
-        """The policy, for each lane by itself."""
-        one = spec_of_one(self.env.spec, record=self.plan.cuda_graphs)
-        policies = [self._policy(one, [array[:1] for array in current]) for _ in range(self.env.spec.lanes)]
-        return LaneByLane(policies, noise, self.env.spec)
-
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        if self._noise is not None:
-            self._noise.seed(chain(seed, self.lanes, static=static)[0])
+        if self._lane_generators is not None:
+            self._lane_generators.seed(chain(seed, self.lanes, static=static)[0])
         return super().set_seed(seed, static=static)
 
-    def _policy(self, spec: EnvSpec, current: Sequence[Any]) -> Policy:
+    def _make_policy(self, spec: EnvSpec, current: Sequence[Any]) -> Policy:
+        """Return the policy for all lanes; with `deterministic`, a policy that acts on each lane by itself."""
+        if self._lane_generators is None:
+            return self._make_one_policy(spec, current)
+        one = spec_of_one(spec, record=self.plan.cuda_graphs)
+        policies = [self._make_one_policy(one, [array[:1] for array in current]) for _ in range(spec.lanes)]
+        return LaneByLane(policies, self._lane_generators, spec)
+
+    def _make_one_policy(self, spec: EnvSpec, current: Sequence[Any]) -> Policy:
         plan = self.plan
         own: Policy | None = self.env.make_policy(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
         places = {"device": plan.policy_device, "shown": plan.shown_device}
-        context = plan.context(spec, columns, self.memory, draw=self._draw, **places)
+        context = plan.context(spec, columns, self.carry, draw=self._draw, **places)
         if own is not None and plan.out_keys is not None:
             raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")
         policy = own or as_policy(self.model, context)
@@ -244,7 +246,7 @@ class Worker(AnyWorker):
         return policy
 
     def fill(self, slot: Slot, *, random: bool = False) -> int:
-        """One rollout into `slot`; returns the frames made."""
+        """Collect one rollout into `slot`, and return the number of frames it made."""
         self._before_rollout()
         times = self.loop.times = self.stats.begin(self.loop.version)
         before = self.stats.frames
@@ -254,15 +256,15 @@ class Worker(AnyWorker):
             self.loop.fill(slot, policy)
         else:
             self._fill_sorted(slot, self.sorter, policy)
-        self.env.driver = self.loop.driver_token  # an env that was handed out takes our own steps for somebody's
+        self.env.driver = self.loop.driver_token  # TorchRL's env may have taken the loop's steps for the user's
         self.stats.end(times)
         slot.state = State.FULL
         return self.stats.frames - before
 
     def _fill_sorted(self, slot: Slot, sorter: Sorter, policy: Policy | None) -> None:
-        """The same loop, on a log in which lanes stand as they were ready.
+        """Run the same loop on a log that holds lanes in the order they became ready, until `slot` can be filled.
 
-        `slot` gets the frames as the sorter delivers them: lane by lane, or in the order in which they came.
+        The sorter writes the frames to `slot`: lane by lane, or in the order in which they came.
         """
         if self.policy.remembers:
             raise UsageError(
@@ -270,7 +272,7 @@ class Worker(AnyWorker):
                 "would be another lane's. Declare it as carry, or give a module that keeps nothing"
             )
         try:
-            while missing := sorter.lacks(slot.layout.steps):
+            while missing := sorter.missing_frames(slot.layout.steps):
                 self._stop_after(missing)
                 sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
                 sorter.dropped = self.env.dropped()
@@ -278,27 +280,27 @@ class Worker(AnyWorker):
                     break
             slot.clear_flags()
             sorter.deliver(slot, self.ledger)
-        except BaseException:  # broken off (Ctrl-C): every lane begins anew
+        except BaseException:  # interrupted (Ctrl-C): reset every lane
             self.loop.begin_anew()
             sorter.clear()
             self.ledger.reset(range(self.lanes))
             raise
 
     def _stop_after(self, missing: int) -> None:
-        """Let the loop stop when it has made so many frames: what comes later is for later."""
+        """Make the loop stop once it has made `missing` frames, and leave later ones to the next rollout."""
         mask, at = self._log.arrays[MASK], self.loop.at
         made = 0
 
         def enough() -> bool:
             nonlocal made
             made += int(np.count_nonzero(mask[at[0]]))
-            halt = self.should_stop is not None and self.should_stop()  # always asked: it may count
+            halt = self.should_stop is not None and self.should_stop()  # called at every step: it may count them
             return halt or made >= missing
 
         self.loop.stop = enough
 
-    def _played(self) -> bool:
-        """Whether the episodes that were asked for are over, after a step."""
+    def _episodes_played(self) -> bool:
+        """Count the episodes that the last step ended, and return whether the rollout should stop."""
         assert self._filling is not None
         assert self._quota is not None
         arrays, at = self._filling.arrays, int(self.loop.at[0])
@@ -313,7 +315,7 @@ class Worker(AnyWorker):
         return None if self._quota is None else "it plays a number of whole episodes, from their beginning"
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
-        """New episodes in `lanes`, or in all; what is played from then on counts anew."""
+        """Start new episodes in `lanes`, or in all, and restart the count of episodes."""
         super().reset(lanes)
         if self._quota is not None:
             self._quota.begin()

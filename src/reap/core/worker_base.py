@@ -1,4 +1,4 @@
-"""What workers have in common, wherever their rows are."""
+"""The base class of workers, whose rows may be in host memory or on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reap.spec import Leaf
 
 
 class AnyWorker:
-    """How a worker begins, is seeded and ends."""
+    """The base of all workers: how they reset, seed, save, resume and close."""
 
     plan: Any
     env: Env
@@ -28,12 +28,12 @@ class AnyWorker:
     ledger: Any
     model: Any  # the policy as the user made it
     policy: Policy
-    tells_episodes = True  # whether it knows how each episode ended
-    _lost = False  # whether the last rollout reached nobody
+    tells_episodes = True  # whether it can report its episodes one by one
+    _rollout_lost = False  # whether the last rollout was never delivered
 
     @property
     def version(self) -> int:
-        """The version of the weights that act."""
+        """The version of the policy's current weights."""
         return self.loop.version
 
     @version.setter
@@ -52,20 +52,20 @@ class AnyWorker:
         return found
 
     def ended_since(self) -> Any:
-        """Episodes that ended since this was asked last."""
+        """Return the episodes that ended since the last call."""
         return self.stats.ended_since()
 
     def running_statistics(self) -> Sequence[RunningStatistics]:
-        """What its env learns while it is stepped."""
+        """Return the statistics that its env updates while it is stepped."""
         return self.env.running_statistics()
 
     def explain(self) -> str:
-        """How env and policy are run, a line each."""
+        """Return how env and policy are run, in one line each."""
         name = "" if self.model is None else f" {type(self.model).__name__}"
         return f"env: {self.env.explain()}\npolicy{name}: {self.policy.explain()}"
 
     def _first(self, env: Env, current: Sequence[Any]) -> None:
-        """Begin everywhere; the env may have been seeded by hand."""
+        """Reset all lanes for the first time, with the seeds that the user may have set by hand."""
         seeds, env.pending_seeds = env.pending_seeds, None
         try:
             env.reset(range(env.spec.lanes), current, seeds)
@@ -73,88 +73,91 @@ class AnyWorker:
             reraise("env.reset", cause)
 
     def _before_rollout(self) -> None:
-        """Begin anew where that is asked for each time, or where lanes are elsewhere than the last batch says."""
-        if self.plan.reset_at_each_iter or self._lost or self.env.driver is not self.loop.driver_token:
+        """Reset all lanes if the plan asks for it before each rollout, or if they are not where the last batch ended.
+
+        They are elsewhere after a lost rollout, or when the user moved the env by hand.
+        """
+        if self.plan.reset_at_each_iter or self._rollout_lost or self.env.driver is not self.loop.driver_token:
             self._begin(range(self.lanes))
 
     def begin_anew(self) -> None:
-        """The last rollout reached nobody (Ctrl-C): no trajectory goes on after what it held."""
-        self._lost = True
+        """Note that the last rollout was lost (Ctrl-C): the next one starts new trajectories in all lanes."""
+        self._rollout_lost = True
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
-        """New episodes in `lanes`, or in all."""
+        """Start new episodes in `lanes`, or in all."""
         if lanes is not None and len(lanes) < self.lanes and not self.env.spec.single_resets:
             raise UsageError(f"reset({list(lanes)}): this env cannot reset single lanes")
         self._begin(range(self.lanes) if lanes is None else lanes)
 
     def _begin(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         self._reset(lanes, seeds, fresh_ids=fresh_ids)
-        if len({*lanes}) == self.lanes:  # whoever has moved them before, it is known now where all of them are
+        if len({*lanes}) == self.lanes:  # all lanes stand at a first observation, whatever moved them before
             self.env.driver = self.loop.driver_token
-            self._lost = False
+            self._rollout_lost = False
 
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         raise NotImplementedError
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        """Seed process and lanes and begin again; returns the link after the last lane's."""
+        """Seed the process and the lanes and reset them; return the seed that follows the last lane's in the chain."""
         seeds, following = chain(seed, self.lanes, static=static)
         seed_process(seed)
-        # Ids nobody has seen yet stay: a seeded run begins at trajectory 0 like any other.
+        # Before the first rollout the ids are kept, so that a seeded run begins at trajectory 0 like any other.
         self._begin(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
         return following
 
     def open_state(self, why: str | None = None) -> dict[str, Any]:
-        """What it is in the middle of, for another worker to go on from (see core/resume.py).
+        """Return the state from which another worker can resume (see core/resume.py).
 
-        `why`: a reason, if there is one, for which its open episodes are over.
+        `why`: a reason not to save the open episodes; a worker that resumes then starts new ones.
         """
-        if self._lost and why is None:
-            self._begin(range(self.lanes))  # nobody goes on after what nobody has seen
+        if self._rollout_lost and why is None:
+            self._begin(range(self.lanes))  # a trajectory must not continue after frames that were lost
         why, env, current, policy = why or self._cannot_resume(), None, [], []
         try:
             if why is None:
                 env, policy = self.env.open_state(), self.policy.open_state()
-                current = [self._saved(leaf, array) for leaf, array in self._seen()]
+                current = [self._save_leaf(leaf, array) for leaf, array in self._next_observation()]
         except CannotResume as reason:
             why = str(reason)
         state = {"format": FORMAT, "lanes": self.lanes, "why": why, "env": env, "current": current, "policy": policy}
         ledger = {"ids": torch.as_tensor(self.ledger.ids).cpu().clone(), "next_id": self.ledger.counter.next}
         counts = {"due": list(self.loop.due), "statistics": self.stats.state()}
-        return {**state, **ledger, **counts, "random": generators()}  # last: saving must draw nothing
+        return {**state, **ledger, **counts, "random": generators()}  # last, after anything that could draw from them
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on where another worker was when it was asked for its `open_state`."""
-        check(state, self.lanes, [leaf for leaf, _ in self._seen()])
-        goes_on = state["why"] is None
-        if goes_on:
+        """Continue from the `open_state` of another worker."""
+        check(state, self.lanes, [leaf for leaf, _ in self._next_observation()])
+        resumes = state["why"] is None
+        if resumes:
             self.env.load_open_state(state["env"])
             self.policy.load_open_state(state["policy"])
-            for (leaf, array), kept in zip(self._seen(), state["current"]):
-                self._restore(leaf, array, kept)
+            for (leaf, array), kept in zip(self._next_observation(), state["current"]):
+                self._restore_leaf(leaf, array, kept)
         self.ledger.counter.go_on_at(int(state["next_id"]))
-        if goes_on:
+        if resumes:
             torch.as_tensor(self.ledger.ids).copy_(state["ids"])
             self.loop.due = list(state["due"])
         else:
             self._reset(range(self.lanes))
-        self.stats.load(state["statistics"], opened=goes_on)
-        self.env.driver, self._lost = self.loop.driver_token, False
+        self.stats.load(state["statistics"], opened=resumes)
+        self.env.driver, self._rollout_lost = self.loop.driver_token, False
         if state["random"] is not None:
-            set_generators(state["random"])  # last: nothing is drawn any more before the next step
+            set_generators(state["random"])  # last: nothing may draw from them before the next step
 
     def _cannot_resume(self) -> str | None:
-        """Why this worker's episodes cannot go on elsewhere, whatever its env says."""
+        """Return why this worker's episodes cannot be resumed, whatever its env supports; None if they can."""
         return None
 
-    def _seen(self) -> list[tuple[Leaf, Any]]:
-        """What each lane sees next, leaf by leaf."""
+    def _next_observation(self) -> list[tuple[Leaf, Any]]:
+        """Return the leaves and values of the next observation of all lanes."""
         return list(zip(self.env.spec.observation.values(), self.loop.current))
 
-    def _saved(self, leaf: Leaf, array: Any) -> Any:
+    def _save_leaf(self, leaf: Leaf, array: Any) -> Any:
         return packed(array) if leaf.loose else _as_tensor(array, leaf).cpu().clone()
 
-    def _restore(self, leaf: Leaf, array: Any, kept: Any) -> None:
+    def _restore_leaf(self, leaf: Leaf, array: Any, kept: Any) -> None:
         if leaf.loose:
             array[...] = unpacked(kept)
         else:
@@ -167,6 +170,6 @@ class AnyWorker:
 
 
 def _as_tensor(array: Any, leaf: Leaf) -> torch.Tensor:
-    """The same memory as a tensor of its leaf's dtype; NumPy has no bfloat16."""
+    """Return the same memory as a tensor of its leaf's dtype; NumPy has no bfloat16."""
     tensor = torch.as_tensor(array)
     return tensor.view(torch.bfloat16) if leaf.dtype is torch.bfloat16 else tensor

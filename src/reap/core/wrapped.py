@@ -1,4 +1,4 @@
-"""Wrapped: an env around another."""
+"""Wrapped: an env around another one, to which it forwards everything that it does not change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from reap.spec import EnvSpec, Key, Leaf
 
 
 class Wrapped(Env):
-    """An env around another: everything is passed on, for subclasses to change what they must.
+    """An env around another one, which forwards everything, so that subclasses override only what they change.
 
-    But for two: `send` and `recv` are `step`, which a subclass may have changed; and `on_device` would step the inner
-    env without whoever is around it, so a subclass that can be on a device says so itself.
+    Not forwarded are `send` and `recv`, which call `step` because a subclass may override it, and `on_device`, which
+    would bypass this env: a subclass that can run on a device implements it.
     """
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
@@ -23,7 +23,7 @@ class Wrapped(Env):
         self.elsewhere = env.elsewhere
 
     def __getattr__(self, name: str) -> Any:
-        """What is not here is the inner env's: whoever looks for it need not know what is around it."""
+        """Return other public attributes of the inner env, so that callers need not know that it is wrapped."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._env, name)
@@ -42,7 +42,7 @@ class Wrapped(Env):
         self._env.driver = who
 
     def wrap_policy(self, policy: Any) -> Any:
-        """A policy that may read what is added here cannot act on the inner env's own TensorDict: that lacks it."""
+        """Return `policy` itself if this env adds observations, which the inner env's own TensorDict lacks."""
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
         return policy if added else self._env.wrap_policy(policy)
 
@@ -76,7 +76,7 @@ def _attribute_of_inner(name: str) -> property:
     return property(operator.attrgetter(f"_env.{name}"), lambda self, value: setattr(self._env, name, value))
 
 
-# The rest is passed on as it is: all that the loop does not ask for at every step.
+# The remaining hooks, which the loop itself does not call at every step, are forwarded unchanged.
 for _name in (
     *("report_lane", "draw", "bind_policy", "make_policy", "set_policy_keys", "looks_at", "filled"),
     *("running_statistics", "rebuild_lanes", "not_rebuilt", "restarts", "dropped", "explain", "stacks"),

@@ -1,1 +1,1 @@
-"""Weights: parameters of a policy, in every form users hold them."""
+"""Weights: a policy's parameters in every form users hold them, and how they reach other processes."""

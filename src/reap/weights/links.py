@@ -1,10 +1,10 @@
-"""Links: weights from one process to others, for scripts that start their workers themselves.
+"""Links: send weights from one process to others, for scripts that start their workers themselves.
 
     sender    init_on_sender ──► connect ──► send ───── a pipe for each worker ───► thread ──► model
     receiver  init_on_receiver ──► connect ──────────────────────────────────────► (first weights)
                                       answered when they are applied ◄─────────────┘
 
-Collectors do not need them: their workers read one block, or are sent messages.
+Collectors do not use links: their workers read a shared block or receive messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from reap.errors import NotReady, WorkerDied, WorkerRaised
+from reap.errors import WorkerDied, WorkerRaised
 from reap.weights.local import detached
 from reap.weights.strategy import Extracted, extract, own_strategy
 
@@ -28,7 +28,7 @@ _APPLIED = "applied"
 
 
 def _packed(weights: Any) -> bytes:
-    """Weights as bytes that carry no descriptors: whoever reads them later needs nothing of us."""
+    """Return weights as bytes without file descriptors, so that reading them needs nothing of this process."""
     named = weights.weights if isinstance(weights, Extracted) else detached(weights)
     stream = io.BytesIO()
     torch.save(named, stream)
@@ -36,7 +36,7 @@ def _packed(weights: Any) -> bytes:
 
 
 class Sender:
-    """The end where weights are made. It travels to workers with the process's arguments, as the receivers' ends."""
+    """The sending side: a pipe for each worker. Workers get it with their process arguments, and use their end."""
 
     def __init__(self, workers: Sequence[int], ctx: Any = None) -> None:
         self._pairs: dict[int, tuple[Connection, Connection]] = {
@@ -51,38 +51,35 @@ class Sender:
         """Return the numbers of the workers that are linked."""
         return list(self._pairs)
 
-    def theirs(self, worker: int) -> Connection:
-        """Return the end of the link that is for this worker."""
+    def worker_end(self, worker: int) -> Connection:
+        """Return this worker's end of its pipe."""
         return self._pairs[worker][1]
 
-    def send(self, weights: Mapping[int, Any], *, wait: bool, timeout: float | None = None) -> None:
-        """New weights for some; with `wait`, returns when they act with them."""
-        packed: dict[int, bytes] = {}
+    def send(self, weights: Mapping[int, Any], *, wait: bool) -> None:
+        """Send new weights to some workers; with `wait`, return once all of them have applied theirs."""
+        packed: dict[int, bytes] = {}  # by id: weights for several workers are packed once
         for worker, one in weights.items():
-            known = packed.get(id(one))
-            packed[id(one)] = data = _packed(one) if known is None else known
-            self._pairs[worker][0].send_bytes(data)
+            if id(one) not in packed:
+                packed[id(one)] = _packed(one)
+            self._pairs[worker][0].send_bytes(packed[id(one)])
         for worker in weights if wait else ():
-            self._answer(worker, timeout)
+            self._wait_applied(worker)
 
-    def _answer(self, worker: int, timeout: float | None) -> None:
-        ours = self._pairs[worker][0]
+    def _wait_applied(self, worker: int) -> None:
         try:
-            if not ours.poll(timeout):
-                raise NotReady(f"worker {worker} has not applied its weights within {timeout} s")
-            answer = ours.recv()
+            answer = self._pairs[worker][0].recv()
         except (EOFError, OSError) as cause:
             raise WorkerDied(f"worker {worker} has ended, and its end of the link with it") from cause
         if answer != _APPLIED:
             raise WorkerRaised(f"worker {worker} could not apply its weights: {answer}")
 
-    def keep(self, worker: int | None) -> None:
-        """Close the ends that belong to others: a link of which nobody else holds an end tells of a death.
+    def close_other_ends(self, worker: int | None) -> None:
+        """Close the pipe ends that belong to other processes, so that a pipe breaks when the process at its end dies.
 
-        In a worker, all but its own; in the process where weights are made (None), those of the workers, who have them.
+        In a worker, close all ends but its own; in the sending process (`worker` None), close the workers' ends.
         """
         if (self._owner == os.getpid()) != (worker is None):
-            return  # both sides in one process
+            return  # both sides are in one process
         for other, (ours, theirs) in self._pairs.items():
             if worker is not None:
                 ours.close()
@@ -97,43 +94,43 @@ class Sender:
 
 
 class Receiver:
-    """The end where weights act: a thread applies them as they come."""
+    """The receiving side: a thread applies weights as they arrive."""
 
     def __init__(self, connection: Connection, apply: Callable[[Any], None]) -> None:
         self._connection, self._apply = connection, apply
-        self._came = threading.Condition()
-        self._new: Any = None  # the last weights that nobody has asked for yet
-        self._next()  # the first, before anything is done with the model
+        self._arrived = threading.Condition()
+        self._latest: Any = None  # the last weights, until `receive` returns them
+        self._apply_next()  # the first weights, before the model is used
         self._thread = threading.Thread(target=self._run, name="reap-weights", daemon=True)
         self._thread.start()
 
-    def _next(self) -> None:
+    def _apply_next(self) -> None:
         weights = torch.load(io.BytesIO(self._connection.recv_bytes()), weights_only=False)
         try:
             self._apply(weights)
         except Exception as error:
             self._connection.send(repr(error))
             return
-        with self._came:
-            self._new = weights
-            self._came.notify_all()
+        with self._arrived:
+            self._latest = weights
+            self._arrived.notify_all()
         self._connection.send(_APPLIED)
 
     def _run(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # nobody sends any more
+        with contextlib.suppress(EOFError, OSError):  # the sender closed the pipe, or ended
             while True:
-                self._next()
+                self._apply_next()
 
     def receive(self, timeout: float | None) -> Any:
-        """Weights that came since the last call, applied already; waits `timeout` seconds for them. None: none came."""
-        with self._came:
-            self._came.wait_for(lambda: self._new is not None, timeout)
-            weights, self._new = self._new, None
+        """Return the last weights applied since the previous call; None if none arrive within `timeout` seconds."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._latest is not None, timeout)
+            weights, self._latest = self._latest, None
         return weights
 
 
 def weights_of(worker: int, given: Any, strategy: Any) -> Any:
-    """Return what a worker is to have: its own of a mapping by worker, or what is given for all."""
+    """Return the weights to send to a worker: its own if `given` is a dict by worker, else those given for all."""
     if isinstance(given, dict) and worker in given:
         given = given[worker]
     own = own_strategy(strategy)

@@ -1,4 +1,4 @@
-"""Weights in one process: any form in, one module updated, all or nothing.
+"""Weights within one process: accepts them in any form, and updates a module with all of them or none.
 
 module · TensorDict · state dict · nested dict · {worker: …}   ──►  {"layer.weight": tensor, …}  ──►  copy_
 """
@@ -17,11 +17,11 @@ from reap._system.pickling import shared_in
 from reap.errors import SpecMismatch, WrongArgument, nearest
 
 _EXTRA = "_extra_state"
-EXTRA_STATE = "__extra_state__"  # where a module's extra state is in a TensorDict of weights
+EXTRA_STATE = "__extra_state__"  # the entry for a module's extra state in a TensorDict of weights
 
 
 def as_named(weights: Any) -> dict[str, Any]:
-    """Weights as a flat dict of names; names are joined by dots."""
+    """Return weights as a flat dict, with nested names joined by dots."""
     if isinstance(weights, nn.Module):
         return named_tensors(weights)
     if isinstance(weights, TensorDictBase):
@@ -29,7 +29,8 @@ def as_named(weights: Any) -> dict[str, Any]:
     if isinstance(weights, Mapping):
         named: dict[str, Any] = {}
         for name, value in weights.items():
-            if isinstance(value, (Mapping, TensorDictBase)) and not str(name).endswith(_EXTRA):  # which may be anything
+            # An extra state may be any object, so a mapping there is a value.
+            if isinstance(value, (Mapping, TensorDictBase)) and not str(name).endswith(_EXTRA):
                 named.update({f"{name}.{inner}": v for inner, v in as_named(value).items()})
             else:
                 named[str(name)] = value
@@ -38,12 +39,12 @@ def as_named(weights: Any) -> dict[str, Any]:
 
 
 def by_worker(weights: Any) -> bool:
-    """Return whether this is a dict with weights for each worker, by its number."""
+    """Return whether `weights` is a dict of weights by worker number."""
     return isinstance(weights, dict) and bool(weights) and all(isinstance(worker, int) for worker in weights)
 
 
 def detached(weights: Any) -> dict[str, Any]:
-    """Weights by name, as they can travel: on the CPU, and without what autograd knows."""
+    """Return weights by name, ready to be sent: on the CPU and detached from autograd."""
     return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in as_named(weights).items()}
 
 
@@ -61,7 +62,7 @@ def _named_in(weights: TensorDictBase, prefix: str = "") -> dict[str, Any]:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Any]:
-    """Parameters, buffers and extra states by name."""
+    """Return a module's parameters, buffers and extra states by name."""
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     named.update(module.named_buffers(remove_duplicate=False))
     named.update({k: v for k, v in module.state_dict().items() if k.endswith(_EXTRA)})
@@ -69,7 +70,10 @@ def named_tensors(module: nn.Module) -> dict[str, Any]:
 
 
 def fitting(weights: Any, own: Mapping[str, tuple[int, ...] | None], needed: Iterable[str]) -> dict[str, Any]:
-    """`weights` by name, if they fit a policy with tensors of these shapes (None: no tensor) that needs `needed`."""
+    """Return `weights` by name; raise SpecMismatch unless they fit a policy and include all names in `needed`.
+
+    `own` gives the shapes of the policy's tensors by name; None: not a tensor.
+    """
     new = {k: v for k, v in as_named(weights).items() if isinstance(v, Tensor) or k.endswith(_EXTRA)}
     unknown = [name for name in new if name not in own]
     if unknown:
@@ -85,9 +89,9 @@ def fitting(weights: Any, own: Mapping[str, tuple[int, ...] | None], needed: Ite
 
 
 def load(module: nn.Module, weights: Any, needed: Iterable[str] | None = None) -> None:
-    """Copy `weights` into `module`. Everything is checked before anything is written.
+    """Copy `weights` into `module`, after checking all of them.
 
-    `needed` names what they may not leave out; None: any parameter.
+    `needed`: the names that must be among them; None: all parameters.
     """
     own = named_tensors(module)
     shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in own.items()}
@@ -103,7 +107,7 @@ def load(module: nn.Module, weights: Any, needed: Iterable[str] | None = None) -
 
 
 def placed(policy: Any, device: torch.device | None) -> Any:
-    """Return the policy on `device`: itself if it is there already, else a frozen copy."""
+    """Return the policy on `device`: itself if it is there already, else a copy that requires no gradients."""
     if device is None or not isinstance(policy, nn.Module):
         return policy
     tensors = [*policy.parameters(), *policy.buffers()]
@@ -113,14 +117,14 @@ def placed(policy: Any, device: torch.device | None) -> Any:
 
 
 def copied(policy: Any) -> Any:
-    """Return a deep copy, but for what `multiprocessing` shares between processes: both have the same of that."""
+    """Return a deep copy that shares the original's `multiprocessing` objects, which cannot be copied."""
     return copy.deepcopy(policy, shared_in(policy))
 
 
 def in_own_memory(policy: Any) -> Any:
-    """The policy, its parameters and buffers out of any memory that other processes see: they are written to here."""
+    """Move parameters and buffers out of shared memory, because this process will write to them; return the policy."""
     if isinstance(policy, nn.Module):
-        own: dict[int, torch.UntypedStorage] = {}  # tensors that lie in one storage still do
+        own: dict[int, torch.UntypedStorage] = {}  # new storages by the old: tensors that shared one still do
         for tensor in (*policy.parameters(), *policy.buffers()):
             if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()

@@ -1,15 +1,15 @@
-"""Weights in shared memory: one flat block, twice, with a sequence number. One writer, many readers, no tear.
+"""Weights in shared memory: two copies of a flat block with a sequence number. One writer, many readers, no torn reads.
 
     begun  done  version₀ version₁ │ given₀ given₁ │ copy 0 ………………… │ copy 1 …………………
 
-    writer   begun = n+1 → write copy (n+1) % 2 → done = n+1        never touches the copy readers are told to read
-    reader   n = done → read copy n % 2 → begun ≤ n+1 ? done with it : it was overwritten meanwhile, again
+    writer   begun = n+1 → write copy (n+1) % 2 → done = n+1        never touches the copy that is current for readers
+    reader   n = done → read copy n % 2 → begun ≤ n+1 ? finished : it was overwritten meanwhile, read again
 
-`given` says of each tensor by which publication it was given last. A reader takes those given since it last read: what
-an update leaves out stays as it is there, whoever has changed it meanwhile.
+`given` holds, for each tensor, the number of the last publication that included it. A reader copies only tensors that
+were published since its last read, so tensors that an update leaves out keep the values they have in the reader.
 
 A reader that was overtaken several times in a row takes a file lock that holds the writer off for one read: so neither
-side can starve the other, and a process that dies with the lock in hand leaves none behind. Where other processors may
+side can starve the other, and a process that dies with the lock releases it. On machines where other processors may
 see stores in another order (ARM), every read takes the lock.
 """
 
@@ -31,13 +31,13 @@ from reap.core.shared_slots import SharedFile
 _ALIGN = 64
 _HEADER = 64
 _BEGUN, _DONE, _VERSION = 0, 1, 2
-_ORDERED = platform.machine() in ("x86_64", "AMD64")  # whether stores are seen in the order they were made in
-_PATIENCE = 4 if _ORDERED else 0  # reads that may be overtaken before the writer is held off
+_ORDERED = platform.machine() in ("x86_64", "AMD64")  # whether all processors see stores in the order they were made
+_PATIENCE = 4 if _ORDERED else 0  # reads without the lock that may be overtaken before one takes it
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which tensors a block holds, and where."""
+    """Describes which tensors a block holds, and where."""
 
     entries: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]  # name, shape, dtype, offset
     nbytes: int
@@ -53,11 +53,11 @@ class Packing:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each, by name."""
+        """The shape of each tensor, by name."""
         return {name: shape for name, shape, _, _ in self.entries}
 
     def views(self, block: np.ndarray[Any, Any]) -> list[Tensor]:
-        """Return the tensors, as views of `block`."""
+        """Return the tensors as views of `block`."""
         flat = torch.from_numpy(block)
         found = []
         for _, shape, dtype, start in self.entries:
@@ -68,7 +68,7 @@ class Packing:
 
 
 class SharedWeights:
-    """Either side of the block; `publish` belongs to one process, `refresh` to the others."""
+    """Both sides of the shared block: one process calls `publish`, the others call `refresh`."""
 
     def __init__(self, file: SharedFile, packing: Packing) -> None:
         size, count = packing.nbytes, len(packing.entries)
@@ -81,13 +81,13 @@ class SharedWeights:
         self._seen = 0
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
-        """Make these weights the current ones; what is not among them stays as it was."""
+        """Make these weights the current ones; tensors not among them keep their last published values."""
         header = self._header
         count = int(header[_DONE]) + 1
         old, new = self._copies[(count - 1) % 2], self._copies[count % 2]
         values = [named.get(entry[0], last) for entry, last in zip(self.packing.entries, old)]
         with self._file.locked():
-            header[_BEGUN] = count  # before the first byte: readers of this copy must find out
+            header[_BEGUN] = count  # before the first byte, so that readers of this copy notice that it changes
             with torch.no_grad():
                 torch_internals.copy_all(new, values)
             there = np.array([entry[0] in named for entry in self.packing.entries], np.bool_)
@@ -96,7 +96,7 @@ class SharedWeights:
             header[_DONE] = count  # after the last byte
 
     def refresh(self, tensors: Sequence[Tensor]) -> int | None:
-        """Copy what is new of the current weights into `tensors`; their version, or None if all was read already."""
+        """Copy newly published weights into `tensors`. Return their version, or None if there are no new ones."""
         if int(self._header[_DONE]) == self._seen:
             return None
         for _ in range(_PATIENCE):

@@ -1,10 +1,10 @@
-"""WeightStrategy: weights out of a model, and into one, extra states included.
+"""WeightStrategy: takes weights out of a model and puts them into one, including extra states.
 
 module ──► extract_weights ──► TensorDict, with "__extra_state__" where a module has one  ──► apply_weights ──► module
                           └──► state dict
 
-A strategy of a user's own (a subclass, or any object with the two methods) is called by collectors: `extract_weights`
-where `update_policy_weights_` is called, `apply_weights` in each worker.
+Collectors call a user's own strategy (a subclass, or any object with the two methods) too: `extract_weights` where
+`update_policy_weights_` is called, `apply_weights` in each worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WeightStrategy:
     >>> strategy.apply_weights(other, strategy.extract_weights(policy))
 
     Args:
-        extract_as: "tensordict", or "state_dict" for a flat dict. Both are applied, whichever was extracted.
+        extract_as: "tensordict", or "state_dict" for a flat dict. `apply_weights` accepts both in either case.
     """
 
     def __init__(self, extract_as: Literal["tensordict", "state_dict"] = "tensordict") -> None:
@@ -40,7 +40,7 @@ class WeightStrategy:
         return f"{type(self).__name__}({self.extract_as!r})"
 
     def extract_weights(self, source: Any) -> Any:
-        """The weights of a module, a TensorDict or a state dict."""
+        """Return the weights of a module, a TensorDict or a state dict."""
         if not isinstance(source, (nn.Module, TensorDictBase, Mapping)):
             raise WrongArgument(
                 f"weights come from a module, a TensorDict or a state dict, got {type(source).__name__}"
@@ -60,9 +60,9 @@ class WeightStrategy:
         return weights
 
     def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
-        """Give `weights` to a module, a TensorDict or a state dict; what they leave out stays as it is.
+        """Write `weights` into a module, a TensorDict or a state dict; entries that they leave out are unchanged.
 
-        `inplace=False` puts other tensors in the place of those that are there.
+        `inplace=False` replaces tensors instead of writing to them.
         """
         if weights is None:
             return
@@ -91,13 +91,13 @@ class WeightStrategy:
 
 @dataclass(frozen=True)
 class Extracted:
-    """What a user's own strategy has made of weights: nobody but this strategy knows how to apply it."""
+    """Weights extracted by a user's own strategy, which only that strategy can apply."""
 
     weights: Any
 
 
 def as_strategy(given: Any) -> Any:
-    """The strategy that was named, or given; TorchRL's own is the one of that name here."""
+    """Return the strategy with this name, or the given strategy; TorchRL's own is replaced by reap's equivalent."""
     if isinstance(given, str):
         return WeightStrategy(given)  # type: ignore[arg-type]
     if not all(callable(getattr(given, name, None)) for name in ("extract_weights", "apply_weights")):
@@ -111,18 +111,18 @@ def as_strategy(given: Any) -> Any:
 
 
 def own_strategy(strategy: Any) -> Any:
-    """The strategy, if it is of a user's own making; None if weights can travel by themselves."""
+    """Return the strategy if it is a user's own; None for reap's, whose weights can be sent as plain tensors."""
     found = as_strategy(strategy)
     return None if type(found) is WeightStrategy else found
 
 
 def extract(strategy: Any, source: Any) -> Any:
-    """What a strategy takes out of a model. A TensorDict and a dict hold weights already, and are left as they are."""
+    """Return `source` if it is a TensorDict or dict of weights, else the weights that a strategy extracts from it."""
     return source if isinstance(source, (TensorDictBase, Mapping)) else strategy.extract_weights(source)
 
 
 def extracted(strategy: Any, given: Any) -> Any:
-    """Weights as they travel to workers with a user's own strategy: for all, or a dict by worker."""
+    """Extract weights with a user's own strategy for workers: one `Extracted` for all, or a dict of them by worker."""
     if by_worker(given):
         known = {id(one): Extracted(extract(strategy, one)) for one in given.values()}
         return {worker: known[id(one)] for worker, one in given.items()}

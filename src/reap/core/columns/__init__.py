@@ -1,1 +1,1 @@
-"""What has no fixed shape: text, objects, ragged arrays, whole frames, and rows that are skipped."""
+"""Columns of a batch: which there are, those without a fixed shape (text, objects, ragged), and skipped rows."""

@@ -1,8 +1,8 @@
-"""The third assembler: batches of envs whose steps are TensorDicts that no row has room for.
+"""The third assembler: makes batches of envs whose steps are TensorDicts that cannot be stored in columns.
 
 A row holds one reference: the whole step, as the env's library made it. Flags, ids and counts are columns as always,
-but only ids, masks and versions are delivered; all else is in the frames, which are stacked: densely where that is
-possible, lazily where lanes or steps differ in shape.
+but only ids, masks and versions are delivered. All else is in the frames, which are stacked: densely if possible,
+lazily if lanes or steps differ in shape.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from reap.spec import Key, as_key, private
 Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
 
 
-def _made(arrays: Arrays) -> list[list[Any]]:
-    """The frames each worker made, in order of time."""
+def _frames_made(arrays: Arrays) -> list[list[Any]]:
+    """Return the frames of each worker, in order of time."""
     column = arrays[FRAME]
     owners = [lane for lane in range(column.shape[1]) if isinstance(column[0, lane], TensorDictBase)]
     if not owners:
@@ -30,18 +30,18 @@ def _made(arrays: Arrays) -> list[list[Any]]:
     return [[frame for frame in column[:, lane] if isinstance(frame, TensorDictBase)] for lane in owners]
 
 
-def frames_of(arrays: Arrays) -> list[list[Any]]:
-    """The same, with blanks like the last one where a worker made fewer than fit."""
+def _padded_frames(arrays: Arrays) -> list[list[Any]]:
+    """Return the frames of each worker, padded with zeros like its last frame if it made fewer than the slot holds."""
     steps, found = len(arrays[FRAME]), []
-    for frames in _made(arrays):
+    for frames in _frames_made(arrays):
         blank = torch.zeros_like(frames[-1]) if len(frames) < steps else None
         found.append([*frames, *[blank] * (steps - len(frames))])
     return found
 
 
 def assemble_frames(arrays: Arrays, layout: Layout) -> TensorDictBase:
-    """One worker's batch `[…, T]`; of several, theirs stacked."""
-    workers = [stacked_in_time(frames) for frames in frames_of(arrays)]
+    """Return the batch `[…, T]` of one worker, or the stacked batches of several."""
+    workers = [stacked_in_time(frames) for frames in _padded_frames(arrays)]
     own = {key: array for key, array in arrays.items() if key not in layout.look.hidden}
     share = layout.lanes // len(workers)
     for w, batch in enumerate(workers):
@@ -52,7 +52,7 @@ def assemble_frames(arrays: Arrays, layout: Layout) -> TensorDictBase:
 
 
 def stacked_in_time(frames: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Frames as one batch whose last dimension is time."""
+    """Stack frames into one batch whose last dimension is time, without private entries."""
     hidden = {key for frame in frames[:1] for key in frame.keys(True) if private(as_key(key))}
     frames = [frame.exclude(*hidden) if hidden else frame for frame in frames]
     batch: TensorDictBase = LazyStackedTensorDict.maybe_dense_stack(list(frames), frames[0].ndim)
@@ -61,8 +61,8 @@ def stacked_in_time(frames: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def mark_frames(arrays: Arrays) -> None:
-    """The last frame of every worker is truncated."""
-    for frames in _made(arrays):
+    """Mark the last frame of every worker as truncated."""
+    for frames in _frames_made(arrays):
         reached = frames[-1].get("next")
         flags = [as_key(key) for key in reached.keys(True, True) if as_key(key)[-1] == "truncated"]
         if not flags:

@@ -1,6 +1,6 @@
-"""The second assembler: batches with text, objects and tensors of their own shape.
+"""The second assembler: makes batches with text, objects and ragged tensors (each of its own shape).
 
-    text, objects   a NonTensorStack in the batch; all else stays as `assemble` makes it
+    text, objects   a NonTensorStack in the batch; the other columns are as `assemble` makes them
     ragged          the batch is a lazy stack of frames, lanes first: `batch[lane, t]["items"]` has its own shape, and
                     `batch.get("items", as_list=True)`, `as_nested_tensor=True`, `as_padded_tensor=True` give them all
 
@@ -26,14 +26,14 @@ Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
 
 
 def assembler(layout: Layout) -> Callable[[Arrays, Layout], Any]:
-    """The assembler for batches of this layout."""
+    """Return the assembler for batches of this layout."""
     if FRAME in layout.loose:
         return assemble_frames
     return assemble_loose if layout.loose else assemble
 
 
 def assemble_loose(arrays: Arrays, layout: Layout) -> TensorDictBase:
-    """A batch on the memory of `arrays`, which holds the references of its loose columns."""
+    """Return a batch of views of `arrays`, with the values that its loose columns refer to."""
     batch = assemble({key: array for key, array in arrays.items() if key not in layout.loose}, layout)
     mask = arrays.get(MASK)
     ragged: dict[Key, list[list[Any]]] = {}
@@ -42,7 +42,7 @@ def assemble_loose(arrays: Arrays, layout: Layout) -> TensorDictBase:
         if mask is not None:
             column[~mask] = None
         lanes = [[filled(leaf, value) for value in lane] for lane in column.T]
-        if key[0] == "next":  # the same object is the following row's root, or where the next rollout begins
+        if key[0] == "next":  # the next row's root, or the next rollout's first observation, is the same object
             lanes = [[private_copy(value) for value in lane] for lane in lanes]
         if leaf.ragged:
             ragged[key] = lanes
@@ -66,14 +66,17 @@ def _frames(batch: TensorDict, ragged: Mapping[Key, list[list[Any]]]) -> LazySta
 
 
 def stacked(values: Sequence[Any]) -> NonTensorStack:
-    """Objects, or stacks of them, as one column."""
+    """Stack objects, or stacks of them, into one column."""
     return NonTensorStack(*[v if isinstance(v, NonTensorStack) else NonTensorData(v, batch_size=[]) for v in values])
 
 
 def frame(
     values: Mapping[Key, Any], loose: Mapping[Key, Leaf], lanes: int | None, device: torch.device | None
 ) -> TensorDictBase:
-    """One step as a TensorDict, a lazy stack if it must be; loose values come as `ObjectColumn` gives them."""
+    """Return one step as a TensorDict, a lazy stack if it has ragged values and lanes.
+
+    Loose values are given in the form that `ObjectColumn.clone` returns.
+    """
     td = TensorDict({}, batch_size=[] if lanes is None else [lanes], device=device)
     ragged = []
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Batch columns: which columns the env, the policy and the collector give to a batch, and names nobody else may use."""
+"""Batch columns: which columns a batch gets from env, policy and collector, and which names are reserved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reap.spec import LANE_AT, EnvSpec, Key, Leaf, show
 
 
 def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
-    """Memory for one observation of every lane."""
+    """Return memory for one observation of every lane."""
     return [leaf.column(lanes) for leaf in observation.values()]
 
 
@@ -23,7 +23,7 @@ RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version", FRAME[-1]}
 
 
 def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
-    """Raise if an observation has a name that a batch uses for something else, or one of `more`."""
+    """Raise SpecMismatch if an observation has a name that a batch uses for something else, or one of `more`."""
     taken = [key for key in spec.observation if key[0] in RESERVED or key in spec.action or key in more]
     if taken:
         raise SpecMismatch(
@@ -32,7 +32,7 @@ def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
 
 
 def layout_by_hand(spec: EnvSpec, action: Mapping[Key, Leaf], steps: int = 1) -> Layout:
-    """The layout of steps whose actions come from outside the loop: what the env reads and writes, and no more."""
+    """Return the layout for steps made by hand, outside the loop: only the columns the env reads and writes."""
     return Layout(columns_of(spec, RandomActions(action)), steps, spec.lanes, batched=spec.batched)
 
 
@@ -46,7 +46,7 @@ def columns_of(
     compact: bool = False,
     more: Mapping[Key, Leaf] | None = None,
 ) -> dict[Key, Leaf]:
-    """Every column of a batch, flags first so that they lie side by side; `more`: further ones."""
+    """Return every column of a batch, flags first so that they lie side by side. `more`: additional columns."""
     check_names(spec, {LANE_AT} if spec.ready_of is None else ())
     ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
     taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action and key != VERSION]

@@ -1,4 +1,4 @@
-"""EpisodeEnds: where episodes ended in a rollout, while it is filled."""
+"""EpisodeEnds: records where episodes end while a rollout is filled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reap.spec import Key
 
 
 class EpisodeEnds:
-    """Where episodes ended in a rollout; of a compact slot, which has no column for it, also what they ended with."""
+    """Where episodes ended in a rollout, and the successors there if the slot is compact: it has no column for them."""
 
     def __init__(self, slot: Slot, observation: Sequence[Key]) -> None:
         self.when: list[int] = []  # steps
@@ -21,11 +21,11 @@ class EpisodeEnds:
         self._kept: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
 
     def keep(self, step: int, lanes: list[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Keep the successors of these lanes: no later row has them as its observation."""
+        """Keep the successors of these lanes, which no later row has as its observation."""
         self._kept.append((step, lanes, [rows[i][lanes] for i in self.compact]))
 
     def finals(self, slot: Slot, steps: int, current: Sequence[np.ndarray[Any, Any]]) -> Finals:
-        """All that was kept, and where the other lanes are now: the batch ends, their episodes do not."""
+        """Return all kept successors, and those of the last step, from `current`, for lanes whose episode continues."""
         over = {lane for step, lane in zip(self.when, self.where) if step == steps - 1}
         self.keep(steps - 1, [lane for lane in range(slot.layout.lanes) if lane not in over], current)
         kept = self._kept

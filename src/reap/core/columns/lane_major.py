@@ -1,11 +1,11 @@
-"""Contiguous batches without fresh memory: their large columns are copied into memory that is lent, as slots are.
+"""Contiguous batches without new memory: copies their large columns into blocks that are lent and reused, like slots.
 
     a slot, `[T, N, …]` in memory  ── copy ──►  lanes first in memory  ── lend ──►  the consumer
                                                  ▲                                     │
-                                                 └────── nobody looks at it any more ──┘
+                                                 └──────── no longer referenced ───────┘
 
-Fresh memory costs as much as the copy: the system clears each page when it is first written to. A consumer that drops
-its batches makes two blocks take turns; what one that keeps them gets beside these is fresh, and its own.
+New memory costs as much as the copy: the system clears each page when it is first written to. If the consumer drops its
+batches, two blocks take turns. If it keeps them, further batches get new memory of their own.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from reap.spec import Key, Leaf, numpy_dtype
 
 Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
 
-LARGE = 1 << 20  # bytes of a column: less comes from the heap, whose pages stay
-_RESERVE = -1  # the index of the slot that a pool gives where all others are lent
+LARGE = 1 << 20  # bytes of a column: smaller ones come from the heap, whose pages are reused anyway
+_RESERVE = -1  # the index of the slot that a pool returns when all others are lent
 _BLOCKS = 2  # one for the batch in the consumer's hands, one for the next
 
 
 class LaneMajorCopies:
-    """Copies of columns with lanes first in memory, for the batches of one collector."""
+    """Makes copies of columns with lanes first in memory, for the batches of one collector."""
 
     def __init__(self) -> None:
-        self.idle_for: Layout | None = None  # rollouts that have no large columns
-        self._layout: Layout | None = None  # of the rollouts so far
+        self.idle_for: Layout | None = None  # the layout of the last rollout, if it has no large columns
+        self._layout: Layout | None = None  # the layout of the last rollout
         self._pool: Pool | None = None
 
     def of(self, arrays: Arrays, layout: Layout) -> Arrays:
-        """The columns of a rollout: large ones as copies `[T, N, …]` with lanes first in memory, others as they are."""
+        """Return the columns `[T, N, …]` of a rollout; large ones are copies that have lanes first in memory."""
         if layout is not self._layout:
             if self._layout is None or not layout.same_as(self._layout):
                 large = _large(layout)
@@ -46,7 +46,7 @@ class LaneMajorCopies:
         if self._pool is None:
             return arrays
         slot = self._pool.acquire()
-        if slot.index == _RESERVE:  # the consumer holds all there may be
+        if slot.index == _RESERVE:  # the consumer holds all blocks
             self._pool.release(slot)
             return arrays
         try:
@@ -59,7 +59,7 @@ class LaneMajorCopies:
 
 
 def _large(layout: Layout) -> dict[Key, Leaf]:
-    """The columns worth it, of those that are delivered in another order than they lie in."""
+    """Return the columns of at least `LARGE` bytes that are delivered in another order than they have in memory."""
     if not layout.batched or layout.lanes == 1 or layout.steps == 1:
         return {}
     rows = layout.lanes * layout.steps
@@ -73,9 +73,9 @@ def _large(layout: Layout) -> dict[Key, Leaf]:
 
 
 def _lane_major_slot(layout: Layout, index: int) -> Slot:
-    """A slot whose columns are `[T, N, …]` as ever, each in memory of its own in which lanes come first.
+    """Return a slot whose columns are `[T, N, …]` as usual, each in memory of its own in which lanes come first.
 
-    The reserve has none: what a consumer gets in place of it is copied as small columns are.
+    The reserve has no columns: batches that would use it are copied like small columns.
     """
     arrays = {}
     for key, leaf in layout.columns.items() if index != _RESERVE else ():

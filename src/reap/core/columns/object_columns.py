@@ -1,11 +1,11 @@
-"""Object columns: what a loose column (text, objects, tensors of their own shape) holds at one step.
+"""Object columns: one step of a loose column (text, objects, ragged tensors), as the policy reads it.
 
-One reference per lane. A value is copied whenever it crosses a border, unless it cannot change:
+It holds one reference per lane. A mutable value is copied at each of these handovers:
 
     env ──copy──► slot ──copy──► policy
-                    └───copy──► batch     (successors: the same object is the following row's root)
+                    └───copy──► batch     (only successors: the following row's root is the same object)
 
-Strings, numbers and other immutables travel as they are, arrays and tensors are copied, anything else is deep-copied.
+Strings, numbers and other immutable values are not copied, arrays and tensors are cloned, all else is deep-copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNCHANGING = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 def private_copy(value: Any) -> Any:
-    """Return a copy that nobody else can change; the value itself, if nobody can change that."""
+    """Return a private copy of `value`, or `value` itself if it is immutable."""
     kind = value.__class__
     if kind in _UNCHANGING or isinstance(value, np.generic):
         return value
@@ -42,9 +42,9 @@ def private_copy(value: Any) -> Any:
 
 
 class ObjectColumn:
-    """One step of a loose column, read when it is needed: `clone` and `to` as a tensor has them.
+    """One step of a loose column, with the `clone` and `to` of a tensor, which copy the values when called.
 
-    With lanes they give a list, one value per lane; without, the value.
+    They return a list with one value per lane, or the single value if the env is not batched.
     """
 
     __slots__ = ("_array", "_batched", "leaf")
@@ -56,20 +56,20 @@ class ObjectColumn:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return how many values there are."""
+        """The lane dimension, or () if the env is not batched."""
         return self._array.shape if self._batched else ()
 
     def __getitem__(self, lanes: slice) -> ObjectColumn:
-        """Return the same column of some lanes."""
+        """Return this column for some of the lanes."""
         return ObjectColumn(self.leaf, self._array[lanes], self._batched)
 
     def clone(self) -> Any:
-        """The values, for foreign code to keep or change."""
+        """Return copies of the values, which foreign code may keep or change."""
         values = [private_copy(filled(self.leaf, value)) for value in self._array]
         return values if self._batched else values[0]
 
     def to(self, device: torch.device) -> Any:
-        """The values, tensors of them on `device`."""
+        """Return copies of the values; ragged tensors are moved to `device`."""
         values = self.clone()
         if not self.leaf.ragged:
             return values
@@ -77,6 +77,6 @@ class ObjectColumn:
 
 
 def filled(leaf: Leaf, value: Any) -> Any:
-    """A value, or the leaf's blank where there is none: a lane at rest shows zero, as all columns do."""
+    """Return `value`, or the leaf's blank if there is none; other columns hold zeros there."""
     kind: type = Tensor if leaf.ragged else str if isinstance(leaf.space, gym.spaces.Text) else object
     return value if isinstance(value, kind) else leaf.blank()

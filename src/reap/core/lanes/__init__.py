@@ -1,1 +1,1 @@
-"""Lanes that are ready at different times, sorted into the stream of each."""
+"""Asynchronous lanes, which become ready at different times: sorts their frames by lane, or in order of arrival."""

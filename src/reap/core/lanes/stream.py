@@ -1,7 +1,7 @@
-"""Stream: the frames of ready lanes in the order in which they came, so many at a time. Nobody waits for a slow lane.
+"""Stream: delivers frames of ready lanes in the order in which they came, without waiting for slow lanes.
 
-log      row t   root [2 0]  next [1 3]            each frame: the root its lane was sent with, and what came back
-stream   1 3 0 2 0 1 …  ──► the first F of them    lane by lane in order of time, lanes as they were ready
+log      row t   root [2 0]  next [1 3]            a frame: the root with which its lane was sent, and its successor
+stream   1 3 0 2 0 1 …  ──► the first F of them    in order of time within each lane, lanes as they became ready
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Array = np.ndarray[Any, Any]
 
 
 class Stream(Sorter):
-    """Takes logs as the loop fills them, gives batches `[F]` of whoever came."""
+    """Collects logs that the loop fills, and delivers batches `[F]` of the frames that came first, of any lanes."""
 
-    def lacks(self, steps: int) -> int:
-        """How many frames are missing."""
+    def missing_frames(self, steps: int) -> int:
+        """Return how many more frames are needed to have `steps` in all."""
         return max(0, steps - int(self._count.sum()))
 
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
-        """The next frames into `slot`, which has one lane; ids, lanes and counts with them."""
+        """Write the next frames into `slot`, which has one lane, with their ids and lanes, and count them."""
         lanes = np.concatenate([lanes for lanes, _ in self._held])
-        frames = min(slot.layout.steps, len(lanes))  # fewer only where no more are wanted, and there is a mask
+        frames = min(slot.layout.steps, len(lanes))  # fewer than fit only if an episode quota is met; the mask says so
         arrays = {key: array[:frames, 0] for key, array in slot.arrays.items()}
         left = {}
         for key in self._held[0][1]:
@@ -47,7 +47,7 @@ class Stream(Sorter):
         arrays[ENV_INDEX][...] = lanes
         if ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
-        ids = _account(ledger, lanes, arrays)
+        ids = _count_frames(ledger, lanes, arrays)
         if TRAJ_IDS in arrays:
             arrays[TRAJ_IDS][...] = ids
         if CUT in arrays:
@@ -58,11 +58,11 @@ class Stream(Sorter):
                 array[frames:] = -1 if key == TRAJ_IDS else 0
 
 
-def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array:
-    """Frames of mixed lanes into the ledger: the trajectory of each, and what ended.
+def _count_frames(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array:
+    """Count frames of mixed lanes and the episodes they end, and return the trajectory id of each frame.
 
-    Put lane after lane, trajectories are segments; one pass over their borders finds them all. Where a failure
-    has cut one off, what it had is not counted.
+    Sorted by lane, trajectories are segments, and one pass over their borders finds them all. The frames of a
+    trajectory that a failure cut are not counted towards any episode.
     """
     frames, stats, done = len(lanes), ledger.stats, arrays[("next", "done")][..., 0]
     number = arrays[ledger.reward].reshape(frames, -1).mean(-1, dtype=np.float64)
@@ -71,20 +71,20 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
         number = np.where(np.isfinite(number), number, 0.0)
     order = np.argsort(lanes, kind="stable")
     cut = arrays[CUT] if CUT in arrays else np.zeros(frames, bool)
-    lane, over, anew = lanes[order], done[order], cut[order]
+    lane, over, after_cut = lanes[order], done[order], cut[order]
     new_lane = np.r_[True, lane[1:] != lane[:-1]]
-    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]] | anew)
+    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]] | after_cut)
     lengths = np.diff(np.r_[starts, frames])
     ends = starts + lengths - 1
-    whose, ended = lane[starts], over[ends]
-    first, anew = new_lane[starts], anew[starts]  # of its lane; after a failure
-    open_before = first & ~anew
+    segment_lane, ended = lane[starts], over[ends]
+    first, after_cut = new_lane[starts], after_cut[starts]  # of the segments: first of its lane; after a failure
+    open_before = first & ~after_cut
 
     def opened(values: Array) -> Array:
-        return np.where(open_before, values[whose], 0)
+        return np.where(open_before, values[segment_lane], 0)
 
     before = opened(stats.open_length)
-    place = np.arange(frames) - np.repeat(starts - before, lengths)  # of each frame in its episode
+    place = np.arange(frames) - np.repeat(starts - before, lengths)  # the index of each frame in its episode
     opened_with = opened(stats.open_return)
     returns = np.add.reduceat(number[order], starts) + opened_with
     counts = lengths + before
@@ -92,23 +92,23 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
     if stats.gamma is not None:
         weighed = number[order] * float(stats.gamma) ** place
         discounted = np.add.reduceat(weighed, starts) + opened(stats.open_discounted)
-    closed = ended | np.r_[anew[1:] & ~first[1:], False]
+    closed = ended | np.r_[after_cut[1:] & ~first[1:], False]
     in_time = np.flatnonzero(closed)[np.argsort(order[ends[closed]])]  # ended trajectories, in the order of their ends
     whole = in_time[ended[in_time]]
     at = order[ends[whole]]
     stats.mixed_rollout(
-        whose[whole],
+        segment_lane[whole],
         (returns[whole], counts[whole], discounted[whole]),
         at,
         frames=frames,
         terminated=arrays[("next", "terminated")][at, 0],
         versions=arrays[VERSION][at] if VERSION in arrays else None,
     )
-    last = np.r_[whose[1:] != whose[:-1], True]  # of each lane
+    last = np.r_[segment_lane[1:] != segment_lane[:-1], True]  # segments that are the last of their lane
     for mine, values in zip(
         (stats.open_return, stats.open_length, stats.open_discounted), (returns, counts, discounted)
     ):
-        mine[whose[last]] = np.where(ended, 0, values)[last]
+        mine[segment_lane[last]] = np.where(ended, 0, values)[last]
     if EPISODE_RETURN in arrays:
         arrays[EPISODE_LENGTH][order] = place + 1
         total = np.cumsum(number[order])
@@ -116,12 +116,12 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
         arrays[EPISODE_RETURN][order] = total
 
     ids = np.empty(len(starts), np.int64)
-    ids[open_before] = ledger.ids[whose[open_before]]
-    ids[first & anew] = ledger.counter.take(int(np.count_nonzero(first & anew)))
+    ids[open_before] = ledger.ids[segment_lane[open_before]]
+    ids[first & after_cut] = ledger.counter.take(int(np.count_nonzero(first & after_cut)))
     following = np.empty(len(starts), np.int64)
     following[in_time] = ledger.counter.take(len(in_time))
     ids[1:][~first[1:]] = following[:-1][~first[1:]]
-    ledger.ids[whose[last]] = np.where(ended, following, ids)[last]
+    ledger.ids[segment_lane[last]] = np.where(ended, following, ids)[last]
     column = np.empty(frames, np.int64)
     column[order] = np.repeat(ids, lengths)
     return column

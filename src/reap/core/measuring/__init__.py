@@ -1,1 +1,1 @@
-"""What is measured while collecting: episodes one by one, and where the time goes."""
+"""Measurements made while collecting: each episode, running statistics of values, and where the time goes."""
