@@ -1,12 +1,12 @@
-"""Lanes in child processes, the policy here. One message per process and step.
+"""Lanes in child processes, with the policy in the parent. A step costs one message per process.
 
     policy ──► row t (a slot both sides see) ──┬─ order: slot, t ──► child 0: the usual env class, on its lanes of row t
                                                └─ order: slot, t ──► child 1
     row t+1 ◄── copy ◄── row t ◄── results written in place, one byte back from each
 
-A child resets a lane as soon as it ended and keeps the first observation ready, so the loop's reset costs no message.
-Where a row is not in shared memory (an env used by hand, a slot of somebody else), actions and results go through one
-row that is.
+A child resets a lane as soon as its episode ends and keeps the first observation ready, so the loop's reset costs no
+message. Where a row is not in shared memory (an env used by hand, a slot that this env did not make), actions and
+results go through one row that is.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ from reap.spec import EnvSpec, Key, Leaf, show
 
 
 def _alone(things: Sequence[Any]) -> Any:
-    """The only one, if there is but one: so errors name it."""
+    """Return the first of `things` if all are the same object, so that errors name it; else `things`."""
     return things[0] if all(one is things[0] for one in things) else things
 
 
 def _bare(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
-    """How actions look, without what they may be."""
+    """Return the shapes and dtypes of actions, without their spaces."""
     return {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
 
 
 class ProcessLanes(Env):
-    """Envs in child processes as lanes of one."""
+    """Envs in child processes, stepped as the lanes of one env."""
 
     elsewhere = True
-    _rebuilds = True  # whether its processes can make envs that raised anew, where that may be
+    _rebuilds = True  # whether the child processes can rebuild an env that raised, where `on_failure` allows it
 
     def __init__(
         self,
@@ -95,26 +95,26 @@ class ProcessLanes(Env):
         budget: RestartBudget | None = None,
     ) -> None:
         self._timeout, self._limit, self._child = timeout, limit, child
-        self._more_fds = more_fds  # further descriptors for a child: of its number, and that of its envs
-        self._objects = objects  # whether texts and objects may be observed: then lanes come one answer at a time
-        self._cores = cores  # where each child runs; None: anywhere
+        self._more_fds = more_fds  # returns further descriptors for a child, given its number and how many envs it has
+        self._objects = objects  # whether observations may be text or objects: only where answers are read one by one
+        self._cores = cores  # the cores each child runs on; None: any
         self._on_failure = on_failure or FailurePolicy()
-        self._budget = budget or RestartBudget(self._on_failure)  # one that is given is also somebody else's
+        self._budget = budget or RestartBudget(self._on_failure)  # a given budget is shared with the caller
         self.tells_cuts = self._on_failure.action != "raise"
-        self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and why
-        self._dropped: list[int] = []  # lanes that are stepped no more
-        self._cut: list[int] = []  # lanes that have begun anew since the last step, because of a failure
-        self.rebuilt: list[int] = []  # lanes that made no frame in this step: their envs have raised, and are others
-        self._announced: list[tuple[Any, ...]] = []  # slots that every process knows
+        self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and their errors
+        self._dropped: list[int] = []  # lanes that are no longer stepped
+        self._cut: list[int] = []  # lanes that were reset since the last step, because of a failure
+        self.rebuilt: list[int] = []  # lanes that made no frame in this step: their envs raised and were rebuilt
+        self._announced: list[tuple[Any, ...]] = []  # the `slot` calls that every process has received
         self._makers, self._start_method, self._threads = makers, start_method, threads
-        self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
+        self._last_seeds: dict[int, int] = {}  # the last seed of each lane that was seeded
         self._files: list[SharedFile] = []
         self.processes: list[EnvProcess] = []
         self._owner = os.getpid()
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
-        self._token = 0  # of the last settling
+        self._token = 0  # the token of the last `_settle`
         guard(self)
         try:
             with enough_room("processes for the lanes"):
@@ -124,7 +124,7 @@ class ProcessLanes(Env):
             raise
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: the processes, and what they answer, are its owner's."""
+        """Refuse use in a forked copy: the processes and their answers belong to the process that started them."""
         refuse_all(self, why)
 
     def _begin(self) -> None:
@@ -141,7 +141,7 @@ class ProcessLanes(Env):
             record("start", process.name, "worker %s is there", process.name)
 
     def _meet(self, n: int) -> None:
-        """Hear what the first process in a place is like, or another, if that one has failed."""
+        """Receive the spec of process `n`; if it has failed before, start another one in its place first."""
         process = self.processes[n]
         if process.failed:
             process.kill()
@@ -178,7 +178,7 @@ class ProcessLanes(Env):
                 f"it cannot lie in memory that processes share step by step; take SerialEnv, or a collector with "
                 f"workers (MultiSyncCollector)"
             )
-        if self.tells_cuts:  # a step in which a process fails is no frame of its lanes
+        if self.tells_cuts:  # lanes make no frame in a step in which their process fails
             self.spec = dataclasses.replace(self.spec, rows="skipping")
         for process, (first, last) in zip(self.processes, bounds):
             process.first, process.last = first, last
@@ -188,7 +188,7 @@ class ProcessLanes(Env):
         self.first = firsts_in(self._firsts.map(max(layout.nbytes, 1)), layout)
         self._some, self._seeds = choices(self._control, lanes)
         self._seeds[:] = UNSEEDED
-        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `first`
+        self._fresh = np.zeros(lanes, bool)  # reset after their episode ended; the first observation waits in `first`
 
     def stacks(self) -> dict[str, str]:
         return all_at_once({f"worker {process.name}": process.child.ask_stack for process in self.processes})
@@ -196,35 +196,36 @@ class ProcessLanes(Env):
     # ---- talking --------------------------------------------------------------------------------------------------
 
     def order(self, process: EnvProcess, what: int, lanes: Sequence[int] | None) -> None:
-        """Let a child do something on the row everybody sees, with some of its lanes or all; not waited for."""
+        """Send an order for some of a child's lanes, or all, on the shared row, without waiting for the answer."""
         self.choose(process.first, process.last, lanes)
-        place = self.place(what)  # before the order: the slot may have to be made, which asks everybody
+        place = self.place(what)  # before the order: it may have to make the slot, which calls every process
         process.owes = True
         process.order(what, place)
 
     def ping(self, process: EnvProcess, token: int) -> None:
-        """Let a child answer with this token when it has done all it was told."""
+        """Have a child answer with this token once it has carried out all earlier orders."""
         process.owes = False
         process.order(PING, 0, token)
 
     def choose(self, first: int, last: int, lanes: Sequence[int] | None) -> None:
-        """Of the lanes from `first` to `last`, which are meant; None: nobody will ask."""
+        """Mark which of the lanes from `first` to `last` the next order is for; None: it is for all, without marks."""
         if lanes is not None:
             self._some[first:last] = False
             self._some[[lane for lane in lanes if first <= lane < last]] = True
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """With which seeds `lanes` begin, when they are next told to through the order pipe."""
+        """Set the seeds for the next reset of `lanes` that is ordered through the order pipe; None: no seeds."""
         self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
     def place(self, what: int) -> int:
-        """The number of the slot everybody sees; new episodes need none."""
+        """Return the number of the shared slot for an order; a reset needs no slot."""
         return 0 if what == RESET else self._exchange().place or 0
 
     def _settle(self, process: EnvProcess) -> None:
-        """A step was broken off (Ctrl-C), between any two lines: whether it was sent, and answered, is not known.
+        """Wait until a child has carried out all orders of a step that Ctrl-C interrupted.
 
-        So it is asked something it was never asked before: who has answered that has answered all that came before.
+        The interrupt may have come between any two lines, so nobody knows whether the step was sent or answered. The
+        child therefore gets a PING with a new token: once it has answered that, it has answered all earlier orders.
         """
         self._token = self._token % TOKENS + 1
         process.order(PING, 0, self._token)
@@ -232,10 +233,10 @@ class ProcessLanes(Env):
             process.wait()
             if self._read(process) == self._token:
                 break
-        process.owes = False  # not before: this may be broken off too
+        process.owes = False  # only now: this method may be interrupted too
 
     def take(self, process: EnvProcess) -> int:
-        """The byte a child owes, which is there: 0, or the token of what it was asked."""
+        """Read the byte with which a child has answered; returns 0, or the token of a PING."""
         token = self._read(process)
         process.owes = process.logged = False
         return token
@@ -243,7 +244,7 @@ class ProcessLanes(Env):
     def _read(self, process: EnvProcess) -> int:
         if not self._loose:
             return self._byte(process)
-        with Interrupts().held():  # the byte and what belongs to it are taken together
+        with Interrupts().held():  # Ctrl-C must not separate the byte from its message
             token = self._byte(process)
             if not token:
                 self._put_objects(process, process.answer())
@@ -259,15 +260,15 @@ class ProcessLanes(Env):
         return 0 if data == ANSWERED else data[0] - PONG
 
     def count_rebuilt(self, process: EnvProcess) -> list[int]:
-        """Hear which envs of a process have raised and were made anew; returns the lanes that have made no frame."""
-        with Interrupts().held():  # what is heard is also counted
+        """Receive and count which envs of a process raised and were rebuilt; returns the lanes that made no frame."""
+        with Interrupts().held():  # Ctrl-C must not come between receiving and counting
             told, cut = process.answer()
             for raised, seconds in told:
                 self._budget.count_rebuilt(process.number, process.named(raised.unpack()), seconds)
             return [process.first + lane for lane in cut]
 
     def _put_objects(self, process: EnvProcess, told: LooseValues) -> None:
-        """Texts and objects of lanes that were stepped, or begun, where their numbers are."""
+        """Write the texts and objects of stepped or reset lanes into `first` and the shared row."""
         lanes = [process.first + lane for lane in told.lanes]
         for n, (stepped, first) in zip(self._loose, told.leaves):
             self.first[n][lanes] = first
@@ -280,7 +281,7 @@ class ProcessLanes(Env):
         return process.answer(process.ask(name, *arguments))
 
     def _tell_all(self, name: str, *arguments: Any) -> None:
-        """Call every process; one that fails meanwhile, and may be replaced, learns of it then."""
+        """Call every process. One that fails here is noted as lost; `introduce` repeats the call to its replacement."""
         for process in self.processes:
             if process not in self._lost:
                 try:
@@ -306,27 +307,27 @@ class ProcessLanes(Env):
         return slot
 
     def _exchange(self) -> Slot:
-        """A slot of one step both sides see, for steps on rows they do not; kept while actions look the same."""
+        """Return a slot of one step in shared memory, for rows that are not; kept while actions look the same."""
         if self._by_hand is None:
             assert self._action is not None
             self._by_hand = self.make_slot(layout_by_hand(self.spec, self._action), 0)
         return self._by_hand
 
     def shared_row(self) -> Row:
-        """The one row of that slot."""
+        """Return the one row of the slot from `_exchange`."""
         (row,) = self._exchange().cut(self._keys, self.first)
         return row
 
     # ---- the env --------------------------------------------------------------------------------------------------
 
     def expects(self, action: Mapping[Key, Leaf]) -> bool:
-        """Whether it is known already that actions look like this."""
+        """Return whether the processes already know that actions look like this."""
         return self._action == dict(action)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
             return
-        self._action = None  # until everybody has understood
+        self._action = None  # until every process has accepted it
         self._tell_all("expect", _bare(action))
         self._action, self._by_hand = dict(action), None
 
@@ -342,7 +343,7 @@ class ProcessLanes(Env):
             array[chosen] = first[chosen]
 
     def begin(self, lanes: Sequence[int], seeds: Mapping[int, int] | None) -> None:
-        """New episodes in `lanes`; first observations are in `first` when this returns."""
+        """Start new episodes in `lanes`; their first observations are in `first` when this returns."""
         asked = []
         for process in self.processes:
             own = [lane for lane in lanes if process.first <= lane < process.last]
@@ -360,7 +361,7 @@ class ProcessLanes(Env):
                 process.answer(number)
             except ReapError as error:
                 self._lose(process, error)
-        if self._lost:  # their lanes begin anew, those that were not asked too
+        if self._lost:  # replacements reset all their lanes, also those not in `lanes`
             self._cut = [lane for lane in self._replace_lost() if lane not in lanes]
 
     def draw(self, row: Row) -> None:
@@ -380,7 +381,7 @@ class ProcessLanes(Env):
                 mine[...] = theirs
 
     def _finish_all(self) -> None:
-        """Wait for everybody who was sent something."""
+        """Wait for every process that owes an answer."""
         for process in self.processes:
             if process.owes:
                 try:
@@ -390,7 +391,7 @@ class ProcessLanes(Env):
                     self._lose(process, error)
 
     def after_step(self, row: Row) -> None:
-        """What every lane sees next lies in `first` with the answer."""
+        """Copy what every lane sees next from `first`, where the children write it before they answer."""
         for after, following in zip(row.after, self.first):
             after[...] = following
 
@@ -428,7 +429,7 @@ class ProcessLanes(Env):
             self._copy(shared, row)
         cut = self._replace_lost() if self._lost else []
         if self._cut or self.rebuilt:
-            self._fresh[self._cut] = False  # they have been stepped, with an action that was none of theirs
+            self._fresh[self._cut] = False  # stepped since that reset, with an action not meant for them
             self._fresh[self.rebuilt] = True
             cut = sorted({*cut, *self._cut, *self.rebuilt})
             self._cut, self.rebuilt = [], []
@@ -474,19 +475,22 @@ class ProcessLanes(Env):
         return self._dropped
 
     def _lose(self, process: EnvProcess, error: ReapError) -> None:
-        """A process has failed in a step: it is replaced when the others have answered. By hand, nobody would know."""
+        """Note a process that failed, to be replaced when the others have answered; or raise `error`.
+
+        Stepped by hand, the env always raises: its user could not see that lanes were reset.
+        """
         if self._budget.policy.action == "raise" or (self.tells_cuts and self.driver is None):
             raise error
         process.owes = False
         self._lost[process] = error
 
     def take_lost(self) -> dict[EnvProcess, ReapError]:
-        """Processes that have failed while all were told something, and why; for whoever replaces them."""
+        """Return the processes noted by `_lose` with their errors, and forget them: the caller replaces them."""
         lost, self._lost = self._lost, {}
         return lost
 
     def _replace_lost(self) -> list[int]:
-        """Put others in the place of processes that failed, or go on without; returns the lanes that begin anew."""
+        """Replace the processes that failed, or drop their lanes; returns the lanes that were reset."""
         cut: list[int] = []
         for process, error in self.take_lost().items():
             lanes = range(process.first, process.last)
@@ -503,7 +507,7 @@ class ProcessLanes(Env):
         return sorted(cut)
 
     def _start_again(self, before: EnvProcess) -> None:
-        """Another process in the place of one, which knows all that the one before it knew; its lanes begin anew."""
+        """Start a replacement for a process, tell it all that the old one knew, and reset its lanes."""
         new = self.start_again(before)
         try:
             spec, _ = new.answer(grace=BOOT)
@@ -517,13 +521,13 @@ class ProcessLanes(Env):
             raise
 
     def retire(self, process: EnvProcess) -> None:
-        """A process has failed, or is not wanted any more: whatever it is doing, it ends."""
+        """Remove a process that failed or is no longer needed, and kill it."""
         if process in self.processes:
             self.processes.remove(process)
         process.kill()
 
     def start_again(self, before: EnvProcess) -> EnvProcess:
-        """Start another process in the place of one, and wait for nothing; what it says first is what it is like."""
+        """Start a replacement for a process without waiting; its first message will be its spec and traits."""
         with enough_room("another process for the lanes"):
             new = self._start(before.number)
         new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
@@ -533,7 +537,7 @@ class ProcessLanes(Env):
         return new
 
     def introduce(self, new: EnvProcess, spec: EnvSpec) -> int:
-        """Tell a process that is there what the one before it knew; returns the number of the last answer."""
+        """Tell a replacement, once its spec has come, what the old process knew; returns the last call's number."""
         joint_spec([new.spec, spec])
         if spec.lanes != new.last - new.first:
             raise SpecMismatch(f"it has {spec.lanes} lanes, and the one before it had {new.last - new.first}")
@@ -549,7 +553,7 @@ class ProcessLanes(Env):
     def close(self) -> None:
         if self._owner != os.getpid():
             return
-        with Interrupts().held():  # a few seconds at most; interrupted, it would leave children to themselves
+        with Interrupts().held():  # takes a few seconds at most; an interrupt would leave children running
             self._close()
 
     def _close(self) -> None:
