@@ -208,7 +208,7 @@ class AsyncEnvPool(EnvBase):
     def async_step_recv(
         self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
-        """Wait for steps of at least `min_get` envs, or of those in `env_index`, in the order of their answers.
+        """Wait for steps of at least `min_get` envs, or of all in `env_index`, in the order of their answers.
 
         Returns what was sent to these envs, with the results under "next". `max_get` leaves further answers for the
         next call. After `timeout` seconds without enough answers it raises `NotReady`, a TimeoutError; the answers that

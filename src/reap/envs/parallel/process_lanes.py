@@ -224,7 +224,7 @@ class ProcessLanes(Env):
     def _settle(self, process: EnvProcess) -> None:
         """Wait until a child has carried out all orders of a step that Ctrl-C interrupted.
 
-        The interrupt may have come between any two lines, so nobody knows whether the step was sent or answered. The
+        The interrupt may have come between any two lines, so it is unknown whether the step was sent or answered. The
         child therefore gets a PING with a new token: once it has answered that, it has answered all earlier orders.
         """
         self._token = self._token % TOKENS + 1

@@ -35,7 +35,7 @@ _MOMENT = 100e-6  # seconds: for a shorter wait than this it does not pay to sle
 class ProcessWorkers(LaneWorkers):
     """Groups of lanes in child processes.
 
-    A newcomer, which replaces a failed process, is heard through its connection until it knows what the old one knew:
+    A newcomer, which replaces a failed process, answers through its connection until it knows what the old one knew:
 
         started ──► sends its spec ──► is sent memory and actions ──► answers ──► resets its lanes ──► like the others
     """
