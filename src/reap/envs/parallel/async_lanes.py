@@ -111,7 +111,7 @@ class ReadyLanes(Env):
 
     def _take_in_hand(self, groups: list[int]) -> None:
         self._in_hand = groups
-        if self._each == 1:  # the group is its lane
+        if self._each == 1:  # each group is one lane
             self._lanes_in_hand = np.array(groups)
         else:
             self._lanes_in_hand = np.concatenate([self._lanes[group] for group in groups])

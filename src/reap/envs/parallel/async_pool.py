@@ -249,7 +249,7 @@ class AsyncEnvPool(EnvBase):
         """Wait for first observations of at least `min_get` envs; arguments and errors as in `async_step_recv`."""
         return self._first_of(self._receive(RESET, min_get, max_get, env_index, timeout))
 
-    # ---- inside ---------------------------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------------------------------
 
     def _pending(self, lanes: Sequence[int]) -> list[int]:
         """Return the seeds of an earlier `set_seed` that these envs have not used yet."""
@@ -274,7 +274,7 @@ class AsyncEnvPool(EnvBase):
     def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
         if what == RESET:
             self._lane_workers.seed(lanes, seeds)
-            if self.lanes_env.pending_seeds is not None:  # each is used once
+            if self.lanes_env.pending_seeds is not None:  # each seed is used once
                 begun = {*lanes}
                 self.lanes_env.pending_seeds = [
                     UNSEEDED if lane in begun else seed for lane, seed in enumerate(self.lanes_env.pending_seeds)

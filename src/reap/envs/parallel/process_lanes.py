@@ -193,7 +193,7 @@ class ProcessLanes(Env):
     def stacks(self) -> dict[str, str]:
         return all_at_once({f"worker {process.name}": process.child.ask_stack for process in self.processes})
 
-    # ---- talking --------------------------------------------------------------------------------------------------
+    # ---- orders and answers ---------------------------------------------------------------------------------------
 
     def order(self, process: EnvProcess, what: int, lanes: Sequence[int] | None) -> None:
         """Send an order for some of a child's lanes, or all, on the shared row, without waiting for the answer."""
@@ -548,7 +548,7 @@ class ProcessLanes(Env):
             number = new.ask("slot", *slot)
         return number
 
-    # ---- the end --------------------------------------------------------------------------------------------------
+    # ---- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         if self._owner != os.getpid():

@@ -478,7 +478,7 @@ class CapturedRows(TorchRLRows):
         if 0 < count < _RESETS or len(self._resets) >= _PATTERNS or self._parts(*_RESET_IN_PYTHON):
             self._resets[pattern] = count
             return
-        self._resets[pattern] = -1  # not tried again, if it fails
+        self._resets[pattern] = -1  # if recording fails, it is not tried again
         if count == _RESETS:
             with contextlib.suppress(Exception):  # a transform may raise while it is recorded: TorchRL resets
                 mask, due = torch.from_numpy(done.copy()), [base.due for base in self._bases]
