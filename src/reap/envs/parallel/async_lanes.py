@@ -44,7 +44,7 @@ class ReadyLanes(Env):
         if len(sizes) != 1:
             lane_workers.close()
             raise UsageError(f"lanes that come as they are ready need as many in every worker, not {sorted(sizes)}")
-        self._each = each = sizes.pop()
+        self._group_size = each = sizes.pop()
         self._lanes = [np.arange(first, last) for first, last in lane_workers.bounds]
         spec = lane_workers.spec
         try:
@@ -52,7 +52,7 @@ class ReadyLanes(Env):
         except SpecMismatch:
             lane_workers.close()
             raise
-        self._show(spec.observation)
+        self._choose_shown(spec.observation)
         self.spec = dataclasses.replace(
             spec,
             observation=self._observation,
@@ -71,7 +71,7 @@ class ReadyLanes(Env):
         self._just_reset: deque[int] = deque()  # groups that were reset, not in hand yet
         self._began: tuple[Any, Any] | None = None
 
-    def _show(self, keys: Iterable[Key]) -> None:
+    def _choose_shown(self, keys: Iterable[Key]) -> None:
         """Choose which of the workers' observations are in rows, followed by the lane numbers."""
         whole = self.lane_workers.spec.observation
         self._observation = {**{key: whole[key] for key in keys}, LANE_AT: Leaf((), torch.int64)}
@@ -88,7 +88,7 @@ class ReadyLanes(Env):
         """
         whole = self.lane_workers.spec
         kept = [key for key in carry_of(model) if key in whole.primed]
-        self._show([key for key in whole.observation if key not in kept])
+        self._choose_shown([key for key in whole.observation if key not in kept])
         self.spec = dataclasses.replace(
             self.spec, observation=self._observation, primed=frozenset(whole.primed.difference(kept))
         )
@@ -111,7 +111,7 @@ class ReadyLanes(Env):
 
     def _take_in_hand(self, groups: list[int]) -> None:
         self._in_hand = groups
-        if self._each == 1:  # each group is one lane
+        if self._group_size == 1:  # each group is one lane
             self._lanes_in_hand = np.array(groups)
         else:
             self._lanes_in_hand = np.concatenate([self._lanes[group] for group in groups])
@@ -173,7 +173,7 @@ class ReadyLanes(Env):
         if workers.traits.has_after_step:  # an agent may have been reset without its lane
             self._began = np.arange(count), own
         if workers.cut:
-            self._begin_anew(row)
+            self._mark_cut(row)
         return []  # the loop resets nothing: the workers have done it
 
     def _forget_lost(self) -> None:
@@ -185,7 +185,7 @@ class ReadyLanes(Env):
             waiting.clear()
             waiting.extend(kept)
 
-    def _begin_anew(self, row: Row) -> None:
+    def _mark_cut(self, row: Row) -> None:
         """Mark lanes in hand whose step was lost in a failure: they made no frame, and their episode begins."""
         assert row.mask is not None
         cut, own = self.lane_workers.cut, self._lanes_in_hand

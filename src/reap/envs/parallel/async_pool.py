@@ -153,8 +153,8 @@ class AsyncEnvPool(EnvBase):
 
     def _clear_orders(self) -> None:
         """Forget which lanes are under way, and with what."""
-        self._given: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it
-        self._asked: dict[int, tuple[int, list[int]]] = {}  # groups under way: their order, and for which lanes
+        self._sent: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # groups under way: their order, and for which lanes
         self._queue: dict[int, deque[tuple[int, int]]] = {}  # orders for groups that are under way: order, lane
         self._ready: dict[int, deque[int]] = {STEP_SOME: deque(), RESET: deque()}  # lanes that have answered
         self._busy: dict[int, int] = {}  # lanes under way or not received yet, and their order
@@ -202,7 +202,7 @@ class AsyncEnvPool(EnvBase):
         for array, value in zip(row.action, actions.values()):
             array[lanes] = value.reshape(len(lanes), *array.shape[1:])
         for n, lane in enumerate(lanes):
-            self._given[lane] = td, n
+            self._sent[lane] = td, n
         self._order(STEP_SOME, lanes)
 
     def async_step_recv(
@@ -220,7 +220,7 @@ class AsyncEnvPool(EnvBase):
         columns: dict[Key, Any] = {(name,): flag[:, None] for name, flag in zip(FLAGS, row.flags)}
         columns.update(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
         following = self._tensordict({key: array[at] for key, array in columns.items()}, lanes)
-        given = [self._given.pop(lane) for lane in lanes]
+        given = [self._sent.pop(lane) for lane in lanes]
         out = _rows_of(given)
         out.set("env_index", torch.from_numpy(at))
         over = at[row.done[at]]
@@ -238,7 +238,7 @@ class AsyncEnvPool(EnvBase):
         """
         self._check_usable()
         lanes = self._lanes_for(tensordict, env_index)
-        given = self._pending(lanes) if seeds is None else _seeds(seeds, len(lanes))
+        given = self._unused_seeds(lanes) if seeds is None else _seeds(seeds, len(lanes))
         self._check_idle(lanes)
         self._order(RESET, lanes, given)
         self._begun[lanes] = True
@@ -251,7 +251,7 @@ class AsyncEnvPool(EnvBase):
 
     # ---- internals ------------------------------------------------------------------------------------------------
 
-    def _pending(self, lanes: Sequence[int]) -> list[int]:
+    def _unused_seeds(self, lanes: Sequence[int]) -> list[int]:
         """Return the seeds of an earlier `set_seed` that these envs have not used yet."""
         pending = self.lanes_env.pending_seeds
         return [UNSEEDED] * len(lanes) if pending is None else [pending[lane] for lane in lanes]
@@ -293,12 +293,12 @@ class AsyncEnvPool(EnvBase):
     def _order_next(self, group: int) -> None:
         """Send a group, if it is idle, its next orders of one kind."""
         queue = self._queue.get(group)
-        if not queue or group in self._asked:
+        if not queue or group in self._orders:
             return
         what, lanes = queue[0][0], []
         while queue and queue[0][0] == what:
             lanes.append(queue.popleft()[1])
-        self._asked[group] = what, lanes
+        self._orders[group] = what, lanes
         with self._noting_failure():
             self._lane_workers.order([group], what, lanes)
 
@@ -330,7 +330,7 @@ class AsyncEnvPool(EnvBase):
                     f"{name}_recv waited {timeout} s for {least} answers, {came} came; they stay for the next call"
                 )
             for group in answered:
-                kind, lanes = self._asked.pop(group)
+                kind, lanes = self._orders.pop(group)
                 self._ready[kind].extend(lanes)
                 self._order_next(group)
         found = [lane for lane in ready if lane in wanted][:max_get]
@@ -374,7 +374,7 @@ class AsyncEnvPool(EnvBase):
             values[key] = value.detach().cpu()
         looks = {key: Leaf(tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
         if looks != self._action:
-            if self._asked or STEP_SOME in self._busy.values():  # answers not received yet lie in the row, too
+            if self._orders or STEP_SOME in self._busy.values():  # answers not received yet lie in the row, too
                 raise WrongState("actions look different from those that are under way; receive what was sent first")
             self._action = None  # until every env has accepted it
             self._lane_workers.expect(looks)

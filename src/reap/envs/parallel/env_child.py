@@ -211,7 +211,7 @@ class EnvChild(abc.ABC):
                 work = functools.partial(getattr(self, f"do_{name}"), *arguments)
                 send(self._connection, answered(number, work, SpecMismatch))  # refused: the parent may call again
             else:
-                self._obey(what, place, step)
+                self._execute(what, place, step)
 
     def do_begin(self, first: int, lanes: int) -> None:
         """Learn the number of this child's first lane; `_first`, `_some` and `_seeds` become views of shared memory."""
@@ -243,7 +243,7 @@ class EnvChild(abc.ABC):
         slot = Slot(lanes, 0, {key: array[:, own] for key, array in arrays.items()})
         return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
 
-    def _answered(self, what: int, token: int) -> bool:
+    def _answer_ping(self, what: int, token: int) -> bool:
         """Answer a PING, since all orders before it are done; returns whether the order was one."""
         if what == PING:
             os.write(self._reply, bytes([PONG + token]))
@@ -252,7 +252,7 @@ class EnvChild(abc.ABC):
     def _answer(self) -> None:
         os.write(self._reply, ANSWERED)
 
-    def _obey(self, what: int, place: int, step: int) -> None:
+    def _execute(self, what: int, place: int, step: int) -> None:
         """Carry out an order that is not a call; not used where threads read their orders themselves."""
         raise NotImplementedError
 
@@ -282,8 +282,8 @@ class LanesChild(EnvChild):
         self._rows: dict[int, list[Row]] = {}
         self._loose = loose_leaves(self.spec)
 
-    def _obey(self, what: int, place: int, step: int) -> None:
-        if self._answered(what, step):
+    def _execute(self, what: int, place: int, step: int) -> None:
+        if self._answer_ping(what, step):
             return
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
         if what == RESET:

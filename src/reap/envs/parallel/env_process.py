@@ -37,10 +37,10 @@ class EnvProcess:
     def __init__(self, number: int, child: Child, order_fd: int, reply: int, timeout: float | None) -> None:
         self.number, self.child, self.reply, self.order_fd = number, child, reply, order_fd
         self._timeout = timeout
-        self.talk = Conversation(child)
-        self._told = select.poll()  # wakes on an answer, on a message, and when the child has ended
+        self.conversation = Conversation(child)
+        self._poll = select.poll()  # wakes on an answer, on a message, and when the child has ended
         for fd in (reply, child.line.fileno()) if timeout is None else (reply, child.sentinel, child.line.fileno()):
-            self._told.register(fd, select.POLLIN)
+            self._poll.register(fd, select.POLLIN)
         self.logged = False  # whether its silence is in the log already
         self.spec: EnvSpec
         self.traits: Traits
@@ -79,13 +79,13 @@ class EnvProcess:
         try:
             os.write(self.order_fd, ORDER.pack(what, place, step))
         except BrokenPipeError:
-            raise self.gone() from None
+            raise self.death() from None
 
     def ask(self, name: str, *arguments: Any) -> int:
         """Send a call; returns the number its answer will have."""
         with Interrupts().held():  # Ctrl-C must not separate the CALL order from its message
             self.order(CALL)
-            return self.talk.ask(name, *arguments)
+            return self.conversation.ask(name, *arguments)
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
@@ -97,22 +97,22 @@ class EnvProcess:
         """
         timeout, line = self._timeout, self.child.line.fileno()
         while True:
-            ready = self._told.poll(1000 * (silence.LOGGED_AFTER if timeout is None else timeout))
+            ready = self._poll.poll(1000 * (silence.LOGGED_AFTER if timeout is None else timeout))
             if ready and ready[0][0] != line:  # poll() lists the line last, as it was registered last
                 return
             if ready:
-                self.hear()
+                self.receive()
                 if ready[0][1] & select.POLLHUP:  # the child is ending: the reply pipe will be closed in a moment
-                    self._told.unregister(line)
+                    self._poll.unregister(line)
             elif timeout is None:
                 self._log_silence()
             else:
                 raise self.silence()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Move messages that have come into the inbox, so that the child can send more."""
         with Interrupts().held():  # Ctrl-C must not lose a message that was read
-            self.talk.hear()
+            self.conversation.hear()
 
     def answer(self, call: int | None = None, grace: float = 0.0) -> Any:
         """Wait for the answer to a call; None: for the next message sent without a call."""
@@ -120,16 +120,16 @@ class EnvProcess:
         try:
             while True:
                 try:
-                    return self.talk.unasked(within) if call is None else self.talk.answer(call, within)
+                    return self.conversation.unasked(within) if call is None else self.conversation.answer(call, within)
                 except ChildSilent:
                     if self._timeout is not None:
                         raise
                     self._log_silence()
         except (ChildGone, ChildSilent) as reason:
-            error = self.gone() if isinstance(reason, ChildGone) else self.silence()
+            error = self.death() if isinstance(reason, ChildGone) else self.silence()
             raise error from error.__cause__
         except ReapError as error:
-            self.failed = self.failed or self.talk.failed
+            self.failed = self.failed or self.conversation.failed
             self.named(error)
             raise
 
@@ -141,14 +141,14 @@ class EnvProcess:
             error.lane += self.first
         return error.at(worker=self.name)
 
-    def gone(self) -> ReapError:
+    def death(self) -> ReapError:
         """Return the error for a child that has ended: the error it sent last, or how it ended."""
         self.failed = True
-        self.talk.hear()
-        if not self.talk.inbox:
+        self.conversation.hear()
+        if not self.conversation.inbox:
             self.child.gone(1.0)
-            self.talk.hear()
-        for message in self.talk.inbox:
+            self.conversation.hear()
+        for message in self.conversation.inbox:
             if isinstance(message, Raised):
                 return self._logged(self.named(message.unpack()))
         return self._logged(self.child.death())

@@ -118,11 +118,11 @@ class LaneWorkers(abc.ABC):
         self.lost: list[int] = []  # groups that failed, until the caller removes them
         self.dropped: set[int] = set()  # lanes that are no longer stepped
         self._restarting: dict[int, Restarting] = {}  # by unit: the number of a thread or process
-        self._lives: dict[int, int] = {}  # by unit: how many were in its place before
+        self._replacements: dict[int, int] = {}  # by unit: how many were in its place before
         self._last_seeds: dict[int, int] = {}  # the last seed of each lane that was seeded
         self._pending: dict[int, float] = {}  # groups under way, and since when; the longest first
         self._token = 0  # the token of the last `settle`
-        self._look_at = 0.0  # when to look next for a silent group, even if others answer
+        self._next_check = 0.0  # when to look next for a silent group, even if others answer
         self._logged: tuple[int, float] | None = None  # the silent group that was logged last, and since when
         guard(self)
 
@@ -138,24 +138,24 @@ class LaneWorkers(abc.ABC):
     def order(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """Send groups an order (see env_child.py) for these lanes, or all of theirs, without waiting for answers."""
         now = time.monotonic()
-        if now > self._look_at:
+        if now > self._next_check:
             self._log_silence()
         if self.cut or self.dropped or self._restarting:
-            groups = self._can_be_told(groups)
+            groups = self._can_take_orders(groups)
         for group in groups:
             self._pending[group] = now
             try:
                 self._order_group(group, what, lanes)
             except ReapError as error:
-                self._lose(self._unit_of(group), error)
+                self._handle_failure(self._unit_of(group), error)
 
-    def _can_be_told(self, groups: Iterable[int]) -> list[int]:
+    def _can_take_orders(self, groups: Iterable[int]) -> list[int]:
         """Return the groups that can take orders: not restarting, and without dropped lanes or lanes in `cut`."""
-        coming, gone = self._coming, self.cut | self.dropped
+        coming, gone = self._not_begun, self.cut | self.dropped
         return [group for group in groups if group not in coming and gone.isdisjoint(range(*self.bounds[group]))]
 
     @property
-    def _coming(self) -> set[int]:
+    def _not_begun(self) -> set[int]:
         """The groups whose replacement has not begun yet."""
         return {group for restarting in self._restarting.values() for group in restarting.left}
 
@@ -176,14 +176,14 @@ class LaneWorkers(abc.ABC):
             if self.timeout is not None:
                 self._check_silence(now)
                 if found and self.lost:  # groups in a silent one's process are lost with their answers
-                    coming = self._coming
+                    coming = self._not_begun
                     found = [n for n in found if n not in coming and self.bounds[n][0] not in self.dropped]
             if found or not self._pending or (deadline is not None and time.monotonic() >= deadline):
                 return found
             if left is None:
                 self._log_silence()
 
-    def _longest_away(self) -> int:
+    def _longest_pending(self) -> int:
         """Return the group that has owed an answer for longest."""
         return min(self._pending, key=self._pending.__getitem__) if self._restarting else next(iter(self._pending))
 
@@ -191,7 +191,7 @@ class LaneWorkers(abc.ABC):
         """Return how many seconds the group that has owed an answer for longest may still take; None: no limit."""
         if self.timeout is None or not self._pending:
             return None
-        return max(0.0, self._pending[self._longest_away()] + self.timeout - now)
+        return max(0.0, self._pending[self._longest_pending()] + self.timeout - now)
 
     def _check_silence(self, then: float) -> None:
         """Treat groups as failed that had exceeded `timeout` at the time `then` and have not answered since.
@@ -199,16 +199,16 @@ class LaneWorkers(abc.ABC):
         Called after all answers were read: an answer may have lain there unread for long.
         """
         while self.timeout is not None and self._pending:
-            group = self._longest_away()
+            group = self._longest_pending()
             if self._pending[group] + self.timeout > then:
                 return
-            self._lose(self._unit_of(group), self._silence_of(group, self.timeout))
+            self._handle_failure(self._unit_of(group), self._silence_of(group, self.timeout))
 
     def _log_silence(self) -> None:
         """Log, once, the group that has owed an answer for longest if it is silent for long. Called now and then."""
         now = time.monotonic()
-        self._look_at = now + silence.LOGGED_AFTER / 4
-        group = self._longest_away() if self._pending else 0
+        self._next_check = now + silence.LOGGED_AFTER / 4
+        group = self._longest_pending() if self._pending else 0
         since = self._pending.get(group, now)
         if self.timeout is None and now - since >= silence.LOGGED_AFTER and self._logged != (group, since):
             self._logged = group, since
@@ -234,7 +234,7 @@ class LaneWorkers(abc.ABC):
                 else:
                     others.append(group)
             if self.lost:
-                left.intersection_update(self._can_be_told(left))  # failed groups draw nothing, and come back later
+                left.intersection_update(self._can_take_orders(left))  # failed groups draw nothing, and come back later
         return others
 
     def begin(self, seeds: Sequence[int] | None) -> None:
@@ -265,15 +265,15 @@ class LaneWorkers(abc.ABC):
         """
         self._token = self._token % TOKENS + 1
         self.cut.clear()  # so that these lanes, too, are settled: they will be reset, or their answers are in
-        left, since = set(self._can_be_told(range(len(self.bounds)))), time.monotonic()
+        left, since = set(self._can_take_orders(range(len(self.bounds)))), time.monotonic()
         for group in left:
-            if self._restarting and not self._can_be_told([group]):
+            if self._restarting and not self._can_take_orders([group]):
                 continue  # lost just now, with another group of its process
             self._pending[group] = since
             try:
                 self._ping(group, self._token)
             except ReapError as error:
-                self._lose(self._unit_of(group), error)
+                self._handle_failure(self._unit_of(group), error)
         while left or self._restarting:
             now = time.monotonic()
             found = self._answers(self._patience(now))
@@ -282,14 +282,14 @@ class LaneWorkers(abc.ABC):
                 left.discard(group)
                 self._pending.pop(group, None)
             self._check_silence(now)
-            left.intersection_update(self._can_be_told(left))
+            left.intersection_update(self._can_take_orders(left))
         self._pending.clear()
         self.cut.clear()
         self.lost.clear()
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
-    def _lose(self, unit: int, error: ReapError) -> None:
+    def _handle_failure(self, unit: int, error: ReapError) -> None:
         """Handle the failure of a thread or process: raise its error, drop its lanes, or start a replacement."""
         if self.on_failure.action == "raise":
             raise error
@@ -315,14 +315,14 @@ class LaneWorkers(abc.ABC):
             if (why := self.budget.spend(tries)) is not None:
                 raise refused(error, why)
             self._restarting[unit] = Restarting(error, since, tries, {*lost})
-            self._lives[unit] = self._lives.get(unit, 0) + 1
+            nth = self._replacements[unit] = self._replacements.get(unit, 0) + 1
             known = {lane: self._last_seeds[lane] for lane in lanes if lane in self._last_seeds}
-            self._seed(lanes, [restart_seed(known[n], self._lives[unit]) if n in known else UNSEEDED for n in lanes])
+            self._seed(lanes, [restart_seed(known[n], nth) if n in known else UNSEEDED for n in lanes])
             self._pending.update(dict.fromkeys(lost, now + BOOT))
             try:
                 self._start_again(unit)
             except WorkerError as again:  # the system has no room for another
-                self._lose(unit, again)
+                self._handle_failure(unit, again)
 
     def _note_restarted(self, answered: Sequence[int]) -> None:
         """Note that replaced groups among those that answered have begun new episodes."""
@@ -378,7 +378,7 @@ class LaneWorkers(abc.ABC):
 
     @abc.abstractmethod
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
-        """Wait at most `wait` seconds; return the groups that answered and their tokens. Failed ones go to `_lose`."""
+        """Wait at most `wait` seconds; return the groups that answered, and their tokens. Handles failed groups."""
 
     @abc.abstractmethod
     def _stack_of(self, group: int) -> str: ...

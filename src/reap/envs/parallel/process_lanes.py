@@ -63,12 +63,12 @@ from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
 
-def _alone(things: Sequence[Any]) -> Any:
+def _one_or_all(things: Sequence[Any]) -> Any:
     """Return the first of `things` if all are the same object, so that errors name it; else `things`."""
     return things[0] if all(one is things[0] for one in things) else things
 
 
-def _bare(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
+def _without_spaces(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
     """Return the shapes and dtypes of actions, without their spaces."""
     return {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
 
@@ -112,7 +112,7 @@ class ProcessLanes(Env):
         self.processes: list[EnvProcess] = []
         self._owner = os.getpid()
         self._action: dict[Key, Leaf] | None = None
-        self._by_hand: Slot | None = None
+        self._own_slot: Slot | None = None
         self._end, self._places = 0, 0
         self._token = 0  # the token of the last `_settle`
         guard(self)
@@ -134,13 +134,13 @@ class ProcessLanes(Env):
         for n in range(len(self._makers)):
             self.processes.append(self._start(n))
         for n in range(len(self.processes)):
-            self._budget.build(n, functools.partial(self._meet, n))
+            self._budget.build(n, functools.partial(self._receive_spec, n))
         self._join()
         for process in self.processes:
             self._call(process, "begin", process.first, self.spec.lanes)
             record("start", process.name, "worker %s is there", process.name)
 
-    def _meet(self, n: int) -> None:
+    def _receive_spec(self, n: int) -> None:
         """Receive the spec of process `n`; if it has failed before, start another one in its place first."""
         process = self.processes[n]
         if process.failed:
@@ -158,8 +158,8 @@ class ProcessLanes(Env):
             functools.partial(serve, make=make, threads=self._threads, cores=cores),
             "create_env_fn",
             {
-                "create_env_fn": _alone([maker[0] for maker in makers]),
-                "create_env_kwargs": _alone([maker[1] for maker in makers]),
+                "create_env_fn": _one_or_all([maker[0] for maker in makers]),
+                "create_env_kwargs": _one_or_all([maker[1] for maker in makers]),
             },
         )
         fds = [file.fd for file in self._files]
@@ -219,7 +219,7 @@ class ProcessLanes(Env):
 
     def place(self, what: int) -> int:
         """Return the number of the shared slot for an order; a reset needs no slot."""
-        return 0 if what == RESET else self._exchange().place or 0
+        return 0 if what == RESET else self._shared_slot().place or 0
 
     def _settle(self, process: EnvProcess) -> None:
         """Wait until a child has carried out all orders of a step that Ctrl-C interrupted.
@@ -235,7 +235,7 @@ class ProcessLanes(Env):
                 break
         process.owes = False  # only now: this method may be interrupted too
 
-    def take(self, process: EnvProcess) -> int:
+    def read_answer(self, process: EnvProcess) -> int:
         """Read the byte with which a child has answered; returns 0, or the token of a PING."""
         token = self._read(process)
         process.owes = process.logged = False
@@ -243,34 +243,34 @@ class ProcessLanes(Env):
 
     def _read(self, process: EnvProcess) -> int:
         if not self._loose:
-            return self._byte(process)
+            return self._read_byte(process)
         with Interrupts().held():  # Ctrl-C must not separate the byte from its message
-            token = self._byte(process)
+            token = self._read_byte(process)
             if not token:
-                self._put_objects(process, process.answer())
+                self._store_loose(process, process.answer())
             return token
 
-    def _byte(self, process: EnvProcess) -> int:
+    def _read_byte(self, process: EnvProcess) -> int:
         data = os.read(process.reply, 1)
         if data == REBUILT:
             self.rebuilt += self.count_rebuilt(process)
             return 0
         if data != ANSWERED and (not data or data[0] < PONG):
-            raise process.gone()
+            raise process.death()
         return 0 if data == ANSWERED else data[0] - PONG
 
     def count_rebuilt(self, process: EnvProcess) -> list[int]:
         """Receive and count which envs of a process raised and were rebuilt; returns the lanes that made no frame."""
         with Interrupts().held():  # Ctrl-C must not come between receiving and counting
-            told, cut = process.answer()
-            for raised, seconds in told:
-                self._budget.count_rebuilt(process.number, process.named(raised.unpack()), seconds)
+            raised, cut = process.answer()
+            for error, seconds in raised:
+                self._budget.count_rebuilt(process.number, process.named(error.unpack()), seconds)
             return [process.first + lane for lane in cut]
 
-    def _put_objects(self, process: EnvProcess, told: LooseValues) -> None:
+    def _store_loose(self, process: EnvProcess, values: LooseValues) -> None:
         """Write the texts and objects of stepped or reset lanes into `first` and the shared row."""
-        lanes = [process.first + lane for lane in told.lanes]
-        for n, (stepped, first) in zip(self._loose, told.leaves):
+        lanes = [process.first + lane for lane in values.lanes]
+        for n, (stepped, first) in zip(self._loose, values.leaves):
             self.first[n][lanes] = first
             if stepped is not None:
                 self.shared_row().next[n][lanes] = stepped
@@ -280,14 +280,14 @@ class ProcessLanes(Env):
             self._settle(process)
         return process.answer(process.ask(name, *arguments))
 
-    def _tell_all(self, name: str, *arguments: Any) -> None:
+    def _call_all(self, name: str, *arguments: Any) -> None:
         """Call every process. One that fails here is noted as lost; `introduce` repeats the call to its replacement."""
         for process in self.processes:
             if process not in self._lost:
                 try:
                     self._call(process, name, *arguments)
                 except WorkerError as error:
-                    self._lose(process, error)
+                    self._note_failure(process, error)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -303,19 +303,19 @@ class ProcessLanes(Env):
         )
         known = slot.place, bare, start, self._end
         self._announced.append(known)
-        self._tell_all("slot", *known)
+        self._call_all("slot", *known)
         return slot
 
-    def _exchange(self) -> Slot:
+    def _shared_slot(self) -> Slot:
         """Return a slot of one step in shared memory, for rows that are not; kept while actions look the same."""
-        if self._by_hand is None:
+        if self._own_slot is None:
             assert self._action is not None
-            self._by_hand = self.make_slot(layout_by_hand(self.spec, self._action), 0)
-        return self._by_hand
+            self._own_slot = self.make_slot(layout_by_hand(self.spec, self._action), 0)
+        return self._own_slot
 
     def shared_row(self) -> Row:
-        """Return the one row of the slot from `_exchange`."""
-        (row,) = self._exchange().cut(self._keys, self.first)
+        """Return the one row of the slot from `_shared_slot`."""
+        (row,) = self._shared_slot().cut(self._keys, self.first)
         return row
 
     # ---- the env --------------------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ class ProcessLanes(Env):
         if self._action == dict(action):
             return
         self._action = None  # until every process has accepted it
-        self._tell_all("expect", _bare(action))
-        self._action, self._by_hand = dict(action), None
+        self._call_all("expect", _without_spaces(action))
+        self._action, self._own_slot = dict(action), None
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         chosen = list(lanes)
@@ -352,7 +352,7 @@ class ProcessLanes(Env):
                     if process.owes:
                         self._settle(process)
                 except ReapError as error:
-                    self._lose(process, error)
+                    self._note_failure(process, error)
                     continue
                 theirs = None if seeds is None else [seeds[lane] for lane in own]
                 asked.append((process, process.ask("reset", [lane - process.first for lane in own], theirs)))
@@ -360,7 +360,7 @@ class ProcessLanes(Env):
             try:
                 process.answer(number)
             except ReapError as error:
-                self._lose(process, error)
+                self._note_failure(process, error)
         if self._lost:  # replacements reset all their lanes, also those not in `lanes`
             self._cut = [lane for lane in self._replace_lost() if lane not in lanes]
 
@@ -374,7 +374,7 @@ class ProcessLanes(Env):
                 process.owes = True
                 process.order(DRAW, *shared.place)
             except ReapError as error:
-                self._lose(process, error)
+                self._note_failure(process, error)
         self._finish_all()
         if shared is not row:
             for mine, theirs in zip(row.action, shared.action):
@@ -386,9 +386,9 @@ class ProcessLanes(Env):
             if process.owes:
                 try:
                     process.wait()
-                    self.take(process)
+                    self.read_answer(process)
                 except ReapError as error:
-                    self._lose(process, error)
+                    self._note_failure(process, error)
 
     def after_step(self, row: Row) -> None:
         """Copy what every lane sees next from `first`, where the children write it before they answer."""
@@ -398,7 +398,7 @@ class ProcessLanes(Env):
     def send(self, lanes: Sequence[int], row: Row) -> None:
         shared = row
         if row.place is None:
-            self._exchange().clear_flags()
+            self._shared_slot().clear_flags()
             shared = self.shared_row()
             for mine, given in zip(shared.action, row.action):
                 mine[...] = given
@@ -419,7 +419,7 @@ class ProcessLanes(Env):
                     process.owes = True
                     process.order(STEP if all_of_them else STEP_SOME, place, step)
             except ReapError as error:
-                self._lose(process, error)
+                self._note_failure(process, error)
 
     def recv(self) -> list[int]:
         self._finish_all()
@@ -474,7 +474,7 @@ class ProcessLanes(Env):
     def dropped(self) -> Sequence[int]:
         return self._dropped
 
-    def _lose(self, process: EnvProcess, error: ReapError) -> None:
+    def _note_failure(self, process: EnvProcess, error: ReapError) -> None:
         """Note a process that failed, to be replaced when the others have answered; or raise `error`.
 
         Stepped by hand, the env always raises: its user could not see that lanes were reset.
@@ -485,7 +485,7 @@ class ProcessLanes(Env):
         self._lost[process] = error
 
     def take_lost(self) -> dict[EnvProcess, ReapError]:
-        """Return the processes noted by `_lose` with their errors, and forget them: the caller replaces them."""
+        """Return and forget the processes noted by `_note_failure`, with their errors: the caller replaces them."""
         lost, self._lost = self._lost, {}
         return lost
 
@@ -543,7 +543,7 @@ class ProcessLanes(Env):
             raise SpecMismatch(f"it has {spec.lanes} lanes, and the one before it had {new.last - new.first}")
         number = new.ask("begin", new.first, self.spec.lanes)
         if self._action is not None:
-            number = new.ask("expect", _bare(self._action))
+            number = new.ask("expect", _without_spaces(self._action))
         for slot in self._announced:
             number = new.ask("slot", *slot)
         return number

@@ -79,21 +79,21 @@ class LaneGroup:
     def _build(self) -> bool:
         """Build the env and answer; returns whether that worked."""
         try:
-            self.env = self._built()
+            self.env = self._build_env()
         except BaseException as error:
             self.answers.put((self.number, _as_exception(error), 0))
             return False
         self.answers.put((self.number, None, 0))
         return True
 
-    def obey(self, order: tuple[int, Sequence[int] | None, int]) -> None:
+    def execute(self, order: tuple[int, Sequence[int] | None, int]) -> None:
         """Carry out an order and answer."""
         try:
             if order[0] == REBUILD:
-                self._anew()
+                self._rebuild_env()
             else:
-                self._obey(self.env, order[0], order[1])
-        except self.lets_out:
+                self._run(self.env, order[0], order[1])
+        except self.reraised:
             raise
         except BaseException as error:
             self.answers.put((self.number, _as_exception(error), 0))
@@ -102,17 +102,17 @@ class LaneGroup:
             told = rebuilt.take() if rebuilt is not None and rebuilt.told else None
             self.answers.put((self.number, told, order[2]))
 
-    def _built(self) -> Env:
+    def _build_env(self) -> Env:
         env = built(self._makers, self._limit)
         self.rebuilt = RebuiltLanes(env) if self._rebuild else None
         return env
 
-    def _anew(self) -> None:
+    def _rebuild_env(self) -> None:
         """Replace an env that raised by a new one, at the beginning of an episode."""
         env = self.env
         with contextlib.suppress(Exception):  # it has failed already
             env.close()
-        new = self._built()
+        new = self._build_env()
         try:
             joint_spec([env.spec, new.spec])
             if new.spec.lanes != env.spec.lanes:
@@ -124,7 +124,7 @@ class LaneGroup:
             raise
         self.env = new
 
-    def _obey(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
+    def _run(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
         if what == RESET:
             reset_some(env, chosen, self.into, self.seeds)
@@ -134,7 +134,7 @@ class LaneGroup:
             advance(env, chosen, self.row, self.into, self.rebuilt)
 
     where = ""  # where its lanes are stepped, for errors
-    lets_out: tuple[type[BaseException], ...] = ()  # exceptions that are raised, not sent as an answer
+    reraised: tuple[type[BaseException], ...] = ()  # exceptions that are raised, not sent as an answer
 
     @property
     def name(self) -> str:
@@ -144,7 +144,7 @@ class LaneGroup:
         """Return the current stack of its thread."""
         raise NotImplementedError
 
-    def let_end(self, timeout: float) -> bool:
+    def wait_closed(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until its env is closed; returns whether it is."""
         raise NotImplementedError
 
@@ -162,11 +162,11 @@ class EnvThread(LaneGroup):
         if self._build():
             try:
                 while (order := self.orders.get()) is not None:
-                    self.obey(order)
+                    self.execute(order)
             finally:
                 self.env.close()
 
-    def let_end(self, timeout: float) -> bool:
+    def wait_closed(self, timeout: float) -> bool:
         if self.thread is threading.current_thread():  # a finalizer may run in any thread
             return True
         self.thread.join(timeout)
@@ -180,7 +180,7 @@ class EnvThread(LaneGroup):
 class InlineEnv(LaneGroup):
     """Lanes that the calling thread steps at once: for a debugger."""
 
-    where, lets_out = "in this process", (KeyboardInterrupt,)
+    where, reraised = "in this process", (KeyboardInterrupt,)
     closed = False
 
     def _begin(self) -> None:
@@ -190,7 +190,7 @@ class InlineEnv(LaneGroup):
     def put(self, order: Any) -> None:
         """Carry out an order at once; None closes the env."""
         if order is not None:
-            self.obey(order)
+            self.execute(order)
         elif hasattr(self, "env") and not self.closed:
             self.closed = True
             self.env.close()
@@ -198,7 +198,7 @@ class InlineEnv(LaneGroup):
     def get(self) -> None:
         """Return None: no thread waits for orders here."""
 
-    def let_end(self, timeout: float) -> bool:
+    def wait_closed(self, timeout: float) -> bool:
         return True
 
     def stack(self) -> str:
@@ -312,7 +312,7 @@ class ThreadWorkers(LaneWorkers):
             if isinstance(error, Rebuilt):
                 self._count_rebuilt(group, error)
             elif error is not None:
-                self._lose(group, self._named(error, self.threads[group]))
+                self._handle_failure(group, self._named(error, self.threads[group]))
         return [(group, token) for group, error, token in found if not isinstance(error, Exception)]
 
     def _count_rebuilt(self, group: int, rebuilt: Rebuilt) -> None:
@@ -321,14 +321,14 @@ class ThreadWorkers(LaneWorkers):
             self.budget.count_rebuilt(group, self._named(raised.unpack(), worker), seconds)
         self.cut.update(worker.first + lane for lane in rebuilt.cut)
 
-    def _lose(self, unit: int, error: ReapError) -> None:
+    def _handle_failure(self, unit: int, error: ReapError) -> None:
         if self._building:
             raise error
         if isinstance(error, WorkerSilent) and self.on_failure.action == "restart":
             why = "no thread can be ended from outside, so that none can take its place: let envs that may hang be"
             error.args = (f"{error.args[0]}\n({why} in processes, by backend='multiprocessing')", *error.args[1:])
             raise error
-        super()._lose(unit, error)
+        super()._handle_failure(unit, error)
 
     def _retire(self, unit: int) -> None:
         if self.on_failure.action == "drop":
@@ -363,7 +363,7 @@ class ThreadWorkers(LaneWorkers):
             worker.orders.put(None)
         # Where one thread hangs others may too, and the caller waits for the error.
         until = time.monotonic() + (SOON if any(worker.silent for worker in threads) else DEADLINE)
-        left = [worker for worker in threads if not worker.let_end(max(0.0, until - time.monotonic()))]
+        left = [worker for worker in threads if not worker.wait_closed(max(0.0, until - time.monotonic()))]
         for worker in left:
             warnings.warn(
                 f"the thread {worker.name} is still inside its env, and no thread can be ended from outside; "

@@ -49,7 +49,7 @@ Array = np.ndarray[Any, Any]
 _RESETS = 4  # how often the same lanes end together before their reset is recorded
 _PATTERNS = 64  # how many sets of lanes are counted and recorded separately
 # A row for the lanes to write, its arrays, and the function that steps them.
-Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]
+PreparedRow = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]
 _RUNS = 64  # for how many sets of lanes a reset stays bound: each holds masks of all lanes
 _TRIES = 3  # how many recordings in a row may be outdated at the next rollout before reap gives up
 
@@ -112,7 +112,7 @@ class Base:
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, in the order of `keys`
         self.given: Sequence[Tensor] = ()  # results used in place of a real step, while one is recorded or compared
         self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
-        self._planned: Sequence[Tensor] | None = None  # the actions whose form `prepare` last told the lanes
+        self._announced: Sequence[Tensor] | None = None  # the actions whose form `prepare` last told the lanes
         self._action: Mapping[Key, Leaf] = {}
         self.reset_keys: list[Any] = []  # the keys of what its reset returns, without flags, which are False
         self._flags: list[tuple[Any, Tensor]] = []
@@ -121,7 +121,7 @@ class Base:
         self.first: list[Tensor] = []  # what each lane's last reset returned, in the order of `reset_keys`
         self._begun: list[Array] = []  # the same memory as arrays
         self._into: list[Array] = []  # the same memory, in the order and shapes in which the lanes write it
-        self._rows: list[Room] = []
+        self._rows: list[PreparedRow] = []
         self._shapes: list[tuple[int, ...]] = []  # the shapes of actions for the lanes
         self._turn = -1
         self._flagged: set[Row] = set()  # rows whose flags may be set
@@ -129,7 +129,7 @@ class Base:
         self.locks: Sequence[Any] = ()
         self.fresh = False  # whether each step's results need memory of their own
 
-    def watched(self, td: TensorDictBase) -> TensorDictBase:
+    def step_and_keep(self, td: TensorDictBase) -> TensorDictBase:
         """Make TorchRL's own step, and keep its results for the recording."""
         result: TensorDictBase = type(self.env)._step(self.env, td)
         self.keys = sorted(result.keys(True, True), key=str)
@@ -145,7 +145,7 @@ class Base:
             result.set(key, value)
         return result
 
-    def watched_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def reset_and_keep(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         """Make TorchRL's own reset, and keep its results: a lane is shown like this when others are reset later."""
         result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
         self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
@@ -190,12 +190,12 @@ class Base:
         have room of their own, shared for observations that nothing reads, like the frames an Atari game skips. A call
         of which no observation is read makes none.
         """
-        if self._planned is not self.asked:  # a step was recorded since
+        if self._announced is not self.asked:  # a step was recorded since
             dims = len(self.size)
             keys = [as_key(key) for key in self.env.action_keys]
             self._action = {key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)}
             self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
-            self._planned = self.asked
+            self._announced = self.asked
         self.lanes.expect(self._action)
         if self._gym is not None and self._gym.checked:
             self._gym.leave_out_checks()
@@ -205,11 +205,11 @@ class Base:
         for read in self.read[:-1]:
             looked_at = {as_key(key) for key, is_read in zip(self.keys, read) if is_read}
             common = {key: array for key, array in unread.items() if key not in looked_at}
-            skipped.append(self._room(common, seen=len(common) < len(unread)))
-        self._rows = [*skipped, self._room({}), *skipped, self._room({})]
+            skipped.append(self._prepared_row(common, seen=len(common) < len(unread)))
+        self._rows = [*skipped, self._prepared_row({}), *skipped, self._prepared_row({})]
         self._turn, self._flagged = -1, set()
 
-    def _room(self, common: Mapping[Key, Array], *, seen: bool = True) -> Room:
+    def _prepared_row(self, common: Mapping[Key, Array], *, seen: bool = True) -> PreparedRow:
         """Return a row for the lanes to write, with its arrays; those in `common` are shared with other rows."""
         spec, row = self.lanes.spec, Row()
         leaves = {**spec.observation, **spec.reward}
@@ -266,7 +266,7 @@ class _Reset:
     bound: int = -1  # the number of the rollout in which it was last bound
     runs: dict[bytes, tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]] = field(default_factory=dict)  # by lanes
     relied_on: Sequence[Any] = ()  # what `runs` were bound with, apart from their masks
-    proved: bool = False  # whether it was checked with another mask
+    checked: bool = False  # whether it was checked with another mask
 
     def begin(self) -> None:
         """Begin a rollout: forget the bound runs if something other than the mask has changed."""
@@ -296,12 +296,12 @@ class CapturedRows(TorchRLRows):
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
-        self._alike = True  # whether one recorded reset can serve every set of lanes of a single base, by its mask
+        self._one_recording = True  # whether one recorded reset serves every set of lanes of a single base, by its mask
         self._resets: dict[bytes, int | _Reset] = {}  # by the lanes that ended: how often so far, or a recorded reset
         self.why: str | None = "it is captured after its first step"
-        self._acted: list[Key] = []  # the policy's outputs when the step was recorded
+        self._recorded_keys: list[Key] = []  # the policy's outputs when the step was recorded
         self._locks: list[Any] = []
-        self._asked_by: dict[int, _Lives] = {}  # by the id of a transform: how it asks for the lives
+        self._lives_of: dict[int, _Lives] = {}  # by the id of a transform: how it asks for the lives
         self._shown_at: list[int] = []  # the index of each observation among the root's values
 
     def explain(self) -> str:
@@ -347,17 +347,17 @@ class CapturedRows(TorchRLRows):
         if self._captured is None:
             return super().looks_at(outputs)
         root = len(self._root_keys)
-        return [*self.spec.action, *(self._acted[i - root] for i in self._captured.used if i >= root)]
+        return [*self.spec.action, *(self._recorded_keys[i - root] for i in self._captured.used if i >= root)]
 
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
         super().set_policy_keys(outputs)
         self._rollouts += 1
-        if self._asked_by:
-            for ask in self._asked_by.values():
+        if self._lives_of:
+            for ask in self._lives_of.values():
                 ask.look()
         if self._captured is None:
             return
-        if {*outputs}.issuperset(self.looks_at(outputs)) and {*outputs} <= {*self._acted} and self._rebound():
+        if {*outputs}.issuperset(self.looks_at(outputs)) and {*outputs} <= {*self._recorded_keys} and self._rebound():
             self._choose()
         else:
             self._captured = self._run = None  # a transform or the policy has changed: the step is recorded again
@@ -388,12 +388,12 @@ class CapturedRows(TorchRLRows):
         """Return the parts of transforms whose class has one of these names."""
         return [part for t in self._transforms() for part in t.modules() if type(part).__name__ in names]
 
-    def _asking(self) -> contextlib.AbstractContextManager[None]:
+    def _recording_asks(self) -> contextlib.AbstractContextManager[None]:
         """Record what transforms ask the env as calls, not as constants."""
         return torchrl_internals.answering_lives(self._parts(_ASKS), self._lives)
 
     def _lives(self, part: Any) -> Tensor:
-        ask = self._asked_by.setdefault(id(part), _Lives(part))
+        ask = self._lives_of.setdefault(id(part), _Lives(part))
         (lives,) = foreign(ask, (), lambda: [torch.from_numpy(array) for array in ask()])
         return lives
 
@@ -452,16 +452,16 @@ class CapturedRows(TorchRLRows):
         return None
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
+        keeping_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
 
     def _begin_lanes(self, done: Array, ends: bytes) -> None:
         """Reset the lanes that are done, as TorchRL does after a step. `ends` is `done` as bytes."""
         assert self._leaves is not None
         # Resets of some lanes of a single base mostly differ in the mask alone; others are recorded per set of lanes.
-        partly = self._alike and len(self._bases) == 1 and 0 in ends
+        partly = self._one_recording and len(self._bases) == 1 and 0 in ends
         pattern = b"" if partly else ends
         known = self._resets.get(pattern, 0)
-        if isinstance(known, _Reset) and (self._ready(known, done, ends) if partly else self._bound(known)):
+        if isinstance(known, _Reset) and (self._bind_masked(known, done, ends) if partly else self._bind(known)):
             for lock in self._locks:
                 lock.acquire()
             try:
@@ -485,7 +485,7 @@ class CapturedRows(TorchRLRows):
                 captured = self._recorded(self._reset_of(mask), self._first_of(before))
                 self._resets[pattern] = _Reset(captured, mask, due)
 
-    def _bound(self, reset: _Reset) -> bool:
+    def _bind(self, reset: _Reset) -> bool:
         """Prepare a recorded reset for the lanes it was recorded with; False: TorchRL must make this reset."""
         for base, due in zip(self._bases, reset.due):
             base.due = due
@@ -493,10 +493,10 @@ class CapturedRows(TorchRLRows):
             reset.bound = self._rollouts if reset.captured.bind() else -1
         return reset.bound == self._rollouts
 
-    def _ready(self, reset: _Reset, done: Array, lanes: bytes) -> bool:
+    def _bind_masked(self, reset: _Reset, done: Array, lanes: bytes) -> bool:
         """Prepare a recorded reset for these lanes of the single base; False: TorchRL must make this reset."""
         mask, (base,) = reset.mask.numpy(), self._bases
-        if reset.proved and reset.bound == self._rollouts and lanes in reset.runs:
+        if reset.checked and reset.bound == self._rollouts and lanes in reset.runs:
             mask[...] = done
             reset.captured.run, base.due = reset.runs[lanes]
             return True
@@ -507,20 +507,20 @@ class CapturedRows(TorchRLRows):
         if anew:
             reset.begin()
         if not reset.captured.bind(look=anew):
-            self._alike = not other  # where the mask was changed, that is taken for the reason
+            self._one_recording = not other  # where the mask was changed, that is taken for the reason
             return False
         reset.bound = self._rollouts
         reset.keep(lanes, base.due)
-        if other and not reset.proved:  # check once that the recording holds for another mask
+        if other and not reset.checked:  # check once that the recording holds for another mask
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
             before = position()
             try:
-                reset.proved = reset.captured.agrees(probe)
+                reset.checked = reset.captured.agrees(probe)
             finally:
                 base.given = ()
                 put_back(before)
-            if not reset.proved:
-                self._alike = False
+            if not reset.checked:
+                self._one_recording = False
                 return False
         return True
 
@@ -540,7 +540,7 @@ class CapturedRows(TorchRLRows):
             at = len(self._root_keys)
             for base, size in zip(self._bases, sizes):
                 base.given, at = values[at : at + size], at + size
-            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}), self._asking():
+            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}), self._recording_asks():
                 root = env.maybe_reset(td)
             return [root.get(key) for key in self._root_keys]
 
@@ -570,7 +570,7 @@ class CapturedRows(TorchRLRows):
         if self._tries >= _TRIES:
             return self._plain_step(lanes, row)
         before = self.root.copy()
-        with _in_place_of("_step", {base: base.watched for base in self._bases}):
+        with _in_place_of("_step", {base: base.step_and_keep for base in self._bases}):
             ended = self._plain_step(lanes, row)
         self._tries += 1
         driver = self.driver
@@ -602,7 +602,7 @@ class CapturedRows(TorchRLRows):
             at = len(self._root_keys) + len(outputs)
             for base, size in zip(self._bases, sizes):
                 base.given, at = values[at : at + size], at + size
-            with _in_place_of("_step", {base: base.stand_in for base in self._bases}), self._asking():
+            with _in_place_of("_step", {base: base.stand_in for base in self._bases}), self._recording_asks():
                 stepped = env.step(td)
             next_ = stepped.get("next")
             root = torchrl_internals.next_root(env, stepped)
@@ -613,7 +613,7 @@ class CapturedRows(TorchRLRows):
             found += [root.get(key) for key in self._root_keys]
             return [*found, *(action for base in self._bases for action in base.asked)]
 
-        self._acted = [as_key(key) for key in outputs]
+        self._recorded_keys = [as_key(key) for key in outputs]
         leaves = [before.get(key) for key in self._root_keys]
         acted = [torch.from_numpy(array.copy()) for array in row.outputs]
         first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
@@ -641,7 +641,7 @@ class CapturedRows(TorchRLRows):
         assert self._captured is not None
         outputs = [as_key(key) for key in self._outputs]
         root = len(self._root_keys)
-        places = [i if i < root else root + outputs.index(self._acted[i - root]) for i in self._captured.used]
+        places = [i if i < root else root + outputs.index(self._recorded_keys[i - root]) for i in self._captured.used]
         self._pick = operator.itemgetter(*places) if len(places) > 1 else lambda given: [given[i] for i in places]
 
 
@@ -671,9 +671,9 @@ class _Lives:
         return (np.asarray(found() if callable(found) else found, np.int64),)
 
 
-def watching_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
+def keeping_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
     """Return what `call` returns, and have each base keep the results of resets that TorchRL makes in it."""
-    with _in_place_of("_reset", {base: base.watched_reset for base in bases}):
+    with _in_place_of("_reset", {base: base.reset_and_keep for base in bases}):
         return call()
 
 

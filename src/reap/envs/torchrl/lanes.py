@@ -27,7 +27,7 @@ from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
 from reap.envs.step_limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl.by_hand import replaced, taken_back
-from reap.envs.torchrl.captured import Base, CapturedRows, not_replayable, watching_resets
+from reap.envs.torchrl.captured import Base, CapturedRows, keeping_resets, not_replayable
 from reap.envs.torchrl.frames import TorchRLFrames
 from reap.envs.torchrl.rows import OfTorchRL, TorchRLCells, TorchRLEnv, TorchRLRows, looks_like, torchrl_columns
 from reap.errors import UsageError, WrongState
@@ -66,7 +66,7 @@ def torchrl_lanes(
         if not hasattr(env, "update_kwargs"):
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory; this {type(env).__name__} is made")
         env.update_kwargs(dict(kwargs))
-    inside, left = _gymnasium(env), None
+    inside, left = _gymnasium_lanes(env), None
     if inside is None and _is_parallel(env):
         from reap.envs.torchrl.parallel import NotTakenOver, parallel_lanes  # late: its imports lead back here
 
@@ -76,7 +76,7 @@ def torchrl_lanes(
             left = str(reason)
     if inside is not None:
         return inside if limit is None else StepLimit(inside, limit, count)
-    return _stepped(env if limit is None else _limited(env, limit, count), left=left)
+    return _lanes_for(env if limit is None else _limited(env, limit, count), left=left)
 
 
 def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
@@ -84,10 +84,10 @@ def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
     from torchrl.envs import SerialEnv
 
     env = SerialEnv(len(parts), [lambda env=part.env: env for part in parts])
-    return _stepped(env, torch.stack([part.root for part in parts]))  # each was reset already
+    return _lanes_for(env, torch.stack([part.root for part in parts]))  # each was reset already
 
 
-def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = None) -> Env:
+def _lanes_for(env: Any, root: TensorDictBase | None = None, left: str | None = None) -> Env:
     """Return lanes for a TorchRL env: captured if possible, else stepped by TorchRL, as rows or as whole frames.
 
     `root`: the env's state, if it was reset already. `left`: why reap does not step what is inside, if that is known.
@@ -114,7 +114,7 @@ def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = No
 
 def _captured(env: Any, bases: Sequence[Base], transformed: Sequence[Any]) -> Env | None:
     """Return the captured form of a transformed env; None if something it reports has no place in a row."""
-    root = watching_resets(bases, env.reset)
+    root = keeping_resets(bases, env.reset)
     columns = torchrl_columns(env, root)
     if columns is not None and "done" in columns.flags and not columns.ends:
         return CapturedRows(env, root, columns, bases, transformed)
@@ -133,7 +133,7 @@ def _find_bases(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
     """Collect the innermost envs and the transformed ones around them; return why reap cannot step them, or None."""
     from torchrl.envs import SerialEnv, TransformedEnv
 
-    lanes = _gymnasium(env)
+    lanes = _gymnasium_lanes(env)
     if lanes is not None:
         bases.append(Base(env, lanes))
         return None
@@ -219,7 +219,7 @@ class WrappedGym(OfTorchRL, GymLanes):
         self.outer.close(raise_if_closed=False)
 
 
-def _gymnasium(env: Any) -> Env | None:
+def _gymnasium_lanes(env: Any) -> Env | None:
     """Return lanes of the Gymnasium envs inside, if nothing is around them and their data would be the same."""
     from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 
@@ -232,7 +232,7 @@ def _gymnasium(env: Any) -> Env | None:
         inside = torchrl_internals.serial_envs(env)
     else:
         return None
-    raw = [found for child in inside if (found := _bare(child, (GymEnv, GymWrapper))) is not None]
+    raw = [found for child in inside if (found := _plain_gymnasium(child, (GymEnv, GymWrapper))) is not None]
     if len(raw) < len(inside) or any(replaced(one, torchrl_internals.MOVES) for one in (env, *inside)):
         return None
     kinds = {torchrl_internals.takes_categories(child) for child in inside}
@@ -246,7 +246,7 @@ def _gymnasium(env: Any) -> Env | None:
     return lanes if looks_like(lanes.spec, env) else None
 
 
-def _bare(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
+def _plain_gymnasium(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
     if type(env) not in kinds:
         return None
     inner = torchrl_internals.gymnasium_env(env)

@@ -59,20 +59,20 @@ def parallel_lanes(env: Any, *, below: bool = False) -> ParallelLanes:
 
     `below`: whether there are transforms around it.
     """
-    running = _refused(env)
+    running = _check_takeover(env)
     seeds = torchrl_internals.seeds_of(env) if running else [None] * env.num_workers
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        lanes = _started(env, min(env.num_workers, most), seeds, running, below)
+        lanes = _start_lanes(env, min(env.num_workers, most), seeds, running, below)
     except NeedsOwnProcess:
-        lanes = _started(env, env.num_workers, seeds, running, below)
+        lanes = _start_lanes(env, env.num_workers, seeds, running, below)
     if running:
         env.close()
     lanes.take_over()
     return lanes
 
 
-def _refused(env: Any) -> bool:
+def _check_takeover(env: Any) -> bool:
     """Return whether TorchRL's workers are running; `NotTakenOver` for reasons known before any env is built."""
     if not torchrl_internals.is_known_parallel(type(env)):
         raise NotTakenOver("this version of TorchRL has its workers in another way")
@@ -95,7 +95,7 @@ def _refused(env: Any) -> bool:
     return True
 
 
-def _started(env: Any, processes: int, seeds: Sequence[int | None], running: bool, below: bool) -> ParallelLanes:
+def _start_lanes(env: Any, processes: int, seeds: Sequence[int | None], running: bool, below: bool) -> ParallelLanes:
     from reap.envs.torchrl.parallel_child import TorchRLChild  # late: it imports this module
 
     shared = processes < env.num_workers
@@ -131,8 +131,8 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
         self.spec = replace(self.spec, look=look)  # batches as from TorchRL's collectors
         self._each = self.spec.lanes // outer.num_workers  # lanes per worker
         self.draws = False
-        self._of = [(process, n) for process, share in zip(self.processes, shares) for n in range(len(share))]
-        self._asked: dict[int, tuple[Any, int]] = {}  # by worker: a command of TorchRL's and the number of its call
+        self._process_of = [(process, n) for process, share in zip(self.processes, shares) for n in range(len(share))]
+        self._calls: dict[int, tuple[Any, int]] = {}  # by worker: a command of TorchRL's and the number of its call
         self.stepped_by: str | None = None  # what made the last step: a "row", or a "command" of TorchRL's
         self._captures = True
         self._carried = frozenset(map(as_key, outer.full_state_spec.keys(True, True)))
@@ -147,14 +147,14 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
             [Channel(self, n) for n in range(count)],
             [WorkerProcess(self, n) for n in range(count)],
             [LoadedEvent(self, n) for n in range(count)],
-            {name: _Instead(self, name) for name in (torchrl_internals.SHUT_DOWN, torchrl_internals.WAIT)},
+            {name: _ReplacedMethod(self, name) for name in (torchrl_internals.SHUT_DOWN, torchrl_internals.WAIT)},
         )
         vars(env)[SEEDED_BY_RESET] = True
 
     def let_go(self) -> None:
         """Undo `take_over`: the env object is TorchRL's own again, and closed."""
         env, self.outer = self.outer, None
-        if env is None or not isinstance(vars(env).get(torchrl_internals.SHUT_DOWN), _Instead):
+        if env is None or not isinstance(vars(env).get(torchrl_internals.SHUT_DOWN), _ReplacedMethod):
             return
         taken_back(env)
         vars(env).pop(SEEDED_BY_RESET, None)
@@ -162,7 +162,7 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
 
     # ---- TorchRL's commands -----------------------------------------------------------------------------------------
 
-    def tell(self, worker: int, command: Any, data: Any) -> None:
+    def send_command(self, worker: int, command: Any, data: Any) -> None:
         """Send one of TorchRL's commands to the process of a worker."""
         shared = self.outer.shared_tensordicts[worker]
         root = shared.exclude("next")
@@ -174,18 +174,18 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
             data = root.clone()
             if passed is not None:
                 data.set("next", shared.get("next").select(*passed).clone())
-        process, number = self._of[worker]
+        process, number = self._process_of[worker]
         if process.owes:
             self._settle(process)
         if command in _MOVES:
             self._fresh[worker * self._each : (worker + 1) * self._each] = False
             self.stepped_by = "command" if command.startswith("step") else None
-        self._asked[worker] = command, process.ask("torchrl", number, command, data)
+        self._calls[worker] = command, process.ask("torchrl", number, command, data)
 
-    def heard(self, worker: int) -> Any:
+    def receive_answer(self, worker: int) -> Any:
         """Wait for a worker's answer and return it; results of steps and resets go to where TorchRL looks for them."""
-        command, number = self._asked.pop(worker)
-        (value,) = self._of[worker][0].answer(number)
+        command, number = self._calls.pop(worker)
+        (value,) = self._process_of[worker][0].answer(number)
         env = self.outer
         shared = env.shared_tensordicts[worker]
         if command == "reset":
@@ -199,10 +199,10 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
         name = "_".join(command) if isinstance(command, (tuple, list)) else command
         return (name if command == "state_dict" else f"{name}_done"), value
 
-    def hear_all(self) -> None:
+    def receive_all(self) -> None:
         """Wait for all workers that were sent a command."""
-        for worker in list(self._asked):
-            self.heard(worker)
+        for worker in list(self._calls):
+            self.receive_answer(worker)
 
     # ---- the env ----------------------------------------------------------------------------------------------------
 
@@ -270,15 +270,15 @@ class Channel:
         self._lanes, self._worker = weakref.ref(lanes), worker
 
     def send(self, message: tuple[Any, Any]) -> None:
-        self._there().tell(self._worker, *message)
+        self._open_lanes().send_command(self._worker, *message)
 
     def recv(self) -> Any:
-        return self._there().heard(self._worker)
+        return self._open_lanes().receive_answer(self._worker)
 
     def close(self) -> None:
         pass
 
-    def _there(self) -> ParallelLanes:
+    def _open_lanes(self) -> ParallelLanes:
         lanes = self._lanes()
         if lanes is None or lanes.outer is None:
             raise WrongState("the collector this ParallelEnv was given to is shut down; its processes have ended")
@@ -308,11 +308,11 @@ class WorkerProcess(Channel):
     @property
     def pid(self) -> int | None:
         """The id of the process that holds the worker's env."""
-        pid: int | None = self._there()._of[self._worker][0].child.pid
+        pid: int | None = self._open_lanes()._process_of[self._worker][0].child.pid
         return pid
 
 
-class _Instead:
+class _ReplacedMethod:
     """Replaces one of the env object's methods while its workers are reap's; the object cannot be copied meanwhile."""
 
     def __init__(self, lanes: ParallelLanes, name: str) -> None:
@@ -321,7 +321,7 @@ class _Instead:
     def __call__(self, workers: Sequence[int] = ()) -> None:
         lanes = self._lanes()
         if lanes is not None:
-            lanes.close() if self._name == torchrl_internals.SHUT_DOWN else lanes.hear_all()
+            lanes.close() if self._name == torchrl_internals.SHUT_DOWN else lanes.receive_all()
 
     def __reduce__(self) -> Any:
         raise TypeError("a ParallelEnv a collector is using cannot be pickled or copied; shut the collector down first")

@@ -47,8 +47,8 @@ class TorchRLChild(EnvChild):
         self._lanes: list[Lane] = []
         try:
             for recipe in makers:
-                env = _made(recipe)
-                self._lanes.append(Lane(env, _stepped_by_us(env, recipe)))
+                env = _built_env(recipe)
+                self._lanes.append(Lane(env, _stepped_by_reap(env, recipe)))
         except BaseException:
             self.close()
             raise
@@ -63,8 +63,8 @@ class TorchRLChild(EnvChild):
         self._outputs = list(parts[0].spec.action)  # the policy outputs that the envs read
         super().__init__(spec if len(parts) > 1 else parts[0].spec, traits, connection, fds)
 
-    def _obey(self, what: int, place: int, step: int) -> None:
-        if self._answered(what, step):
+    def _execute(self, what: int, place: int, step: int) -> None:
+        if self._answer_ping(what, step):
             return
         for n, (part, (first, last)) in enumerate(zip(self._parts, self._bounds)):
             own: Sequence[int] = range(last - first)
@@ -81,9 +81,9 @@ class TorchRLChild(EnvChild):
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
         self._slots[place] = layout, start, end
-        self._cut(place)
+        self._cut_rows(place)
 
-    def _cut(self, place: int) -> None:
+    def _cut_rows(self, place: int) -> None:
         self._rows_by_part[place] = [
             self._rows_of(*self._slots[place], first, last, part.spec)
             for part, (first, last) in zip(self._parts, self._bounds)
@@ -94,7 +94,7 @@ class TorchRLChild(EnvChild):
         self._outputs = [*self.spec.action, *carried]
         self._keys = RowKeys(self.spec, outputs=self._outputs)
         for place in self._slots:
-            self._cut(place)
+            self._cut_rows(place)
         for part in self._parts:
             part.set_policy_keys(self._outputs)
 
@@ -123,7 +123,7 @@ class TorchRLChild(EnvChild):
         """Return what TorchRL's worker would answer to a command; an error is returned too, and the env goes on."""
         env, lanes = self._lanes[worker]
         try:
-            found = _obeyed(env, lanes, command, data)
+            found = _run_command(env, lanes, command, data)
         except Exception as error:
             return Raised.of(error, f"env.{command}")
         if isinstance(lanes, CapturedRows):
@@ -135,7 +135,7 @@ class TorchRLChild(EnvChild):
             lane.lanes.close()
 
 
-def _made(recipe: Recipe) -> Any:
+def _built_env(recipe: Recipe) -> Any:
     """Build the env as TorchRL's worker has it before its first command."""
     env = recipe.make(**recipe.keywords)
     if recipe.seed is not None:
@@ -145,10 +145,10 @@ def _made(recipe: Recipe) -> Any:
     return env
 
 
-def _stepped_by_us(env: Any, recipe: Recipe) -> Env:
+def _stepped_by_reap(env: Any, recipe: Recipe) -> Env:
     """Return the env as lanes that reap steps; `NotTakenOver` if only TorchRL can step it."""
     try:
-        if not _known(env):
+        if not _known_kind(env):
             if recipe.running:
                 raise NotTakenOver("its workers were running already, with envs that may have been changed there")
             if recipe.shared:
@@ -189,12 +189,12 @@ def _children(env: Any) -> list[Any]:
     return torchrl_internals.serial_envs(env)
 
 
-def _known(env: Any) -> bool:
+def _known_kind(env: Any) -> bool:
     """Return whether every Gymnasium env and wrapper inside is one of Gymnasium's own, or Atari's."""
     env = innermost(env)
     children = _children(env)
     if children:
-        return all(map(_known, children))
+        return all(map(_known_kind, children))
     inner = torchrl_internals.gymnasium_env(env)
     while isinstance(inner, gym.Wrapper):
         if not type(inner).__module__.startswith(_KNOWN):
@@ -203,7 +203,7 @@ def _known(env: Any) -> bool:
     return type(inner).__module__.startswith(_KNOWN)
 
 
-def _obeyed(env: Any, lanes: Env, command: Any, data: Any) -> Any:
+def _run_command(env: Any, lanes: Env, command: Any, data: Any) -> Any:
     if command == "reset":
         given, keywords = data
         if isinstance(lanes, CapturedRows) and lanes.unseen and not keywords:
