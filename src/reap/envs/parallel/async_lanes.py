@@ -144,16 +144,13 @@ class ReadyLanes(Env):
             self._began = None
             return []
         answered = self._answered
-        if self._least <= len(answered) < self._most and workers.pending:
-            came = workers.answered(within=0)
+        while workers.pending and (count := len(answered)) < self._most:
+            came = workers.answered(within=0 if count >= self._least else None)
             if workers.lost:
                 self._forget_lost()
             answered += came
-        while len(answered) < self._least and workers.pending:
-            came = workers.answered()
-            if workers.lost:
-                self._forget_lost()
-            answered += came
+            if len(answered) >= self._least:
+                break
         self._take_in_hand([answered.popleft() for _ in range(min(len(answered), self._most))])
         shared, own = workers.row(), self._lanes_in_hand
         count = len(own)

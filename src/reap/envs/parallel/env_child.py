@@ -313,9 +313,5 @@ class LanesChild(EnvChild):
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
 
-    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """Begin new episodes in `lanes`."""
-        self._env.reset(lanes, self._first, seeds)
-
     def close(self) -> None:
         self._env.close()

@@ -2,7 +2,7 @@
 
     order pipe ──► order code and row               a few numbers in one write
     reply pipe ◄── one byte for each order          done, done with rebuilt envs, failed, or the token of a PING
-    messages   ◄─► calls and their answers          shapes of actions, memory, resets, errors
+    messages   ◄─► calls and their answers          shapes of actions, memory, errors
 
 The child's side is env_child.py.
 """

@@ -214,7 +214,7 @@ class ProcessLanes(Env):
             self._some[[lane for lane in lanes if first <= lane < last]] = True
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """Set the seeds for the next reset of `lanes` that is ordered through the order pipe; None: no seeds."""
+        """Set the seeds for the next reset of `lanes`; None: no seeds."""
         self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
     def place(self, what: int) -> int:
@@ -229,21 +229,20 @@ class ProcessLanes(Env):
         """
         self._token = self._token % TOKENS + 1
         process.order(PING, 0, self._token)
-        while True:
+        read = self._read_objects if self._loose else self._read_byte
+        process.wait()
+        while read(process) != self._token:
             process.wait()
-            if self._read(process) == self._token:
-                break
         process.owes = False  # only now: this method may be interrupted too
 
     def read_answer(self, process: EnvProcess) -> int:
         """Read the byte with which a child has answered; returns 0, or the token of a PING."""
-        token = self._read(process)
+        token = self._read_objects(process) if self._loose else self._read_byte(process)
         process.owes = process.logged = False
         return token
 
-    def _read(self, process: EnvProcess) -> int:
-        if not self._loose:
-            return self._read_byte(process)
+    def _read_objects(self, process: EnvProcess) -> int:
+        """Read the byte with which a child has answered, and the texts and objects that follow it."""
         with Interrupts().held():  # Ctrl-C must not separate the byte from its message
             token = self._read_byte(process)
             if not token:
@@ -333,52 +332,47 @@ class ProcessLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         chosen = list(lanes)
-        wanted = [lane for lane in chosen if seeds is not None or not self._fresh[lane]]
-        if wanted:
-            given = dict(zip(chosen, seeds)) if seeds is not None else None
-            self._last_seeds.update(given or {})
-            self.begin(wanted, given)
+        if seeds is not None:
+            self._last_seeds.update(zip(chosen, seeds))
+            self.begin(chosen, seeds)
+        elif wanted := [lane for lane in chosen if not self._fresh[lane]]:
+            self.begin(wanted, None)
         self._fresh[chosen] = False
         for array, first in zip(into, self.first):
             array[chosen] = first[chosen]
 
-    def begin(self, lanes: Sequence[int], seeds: Mapping[int, int] | None) -> None:
+    def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """Start new episodes in `lanes`; their first observations are in `first` when this returns."""
-        asked = []
-        for process in self.processes:
-            own = [lane for lane in lanes if process.first <= lane < process.last]
-            if own:
-                try:
-                    if process.owes:
-                        self._settle(process)
-                except ReapError as error:
-                    self._note_failure(process, error)
-                    continue
-                theirs = None if seeds is None else [seeds[lane] for lane in own]
-                asked.append((process, process.ask("reset", [lane - process.first for lane in own], theirs)))
-        for process, number in asked:
-            try:
-                process.answer(number)
-            except ReapError as error:
-                self._note_failure(process, error)
+        self.seed(lanes, seeds)
+        self._order_all(RESET, lanes)
+        self._finish_all()
         if self._lost:  # replacements reset all their lanes, also those not in `lanes`
             self._cut = [lane for lane in self._replace_lost() if lane not in lanes]
 
     def draw(self, row: Row) -> None:
         shared = row if row.place is not None else self.shared_row()
         assert shared.place is not None
-        for process in self.processes:
-            try:
-                if process.owes:
-                    self._settle(process)
-                process.owes = True
-                process.order(DRAW, *shared.place)
-            except ReapError as error:
-                self._note_failure(process, error)
+        self._order_all(DRAW, None, *shared.place)
         self._finish_all()
         if shared is not row:
             for mine, theirs in zip(row.action, shared.action):
                 mine[...] = theirs
+
+    def _order_all(self, what: int, lanes: Sequence[int] | None, place: int = 0, step: int = 0) -> None:
+        """Send an order to every process; or, with `lanes`, to those that hold some of them."""
+        if lanes is not None:
+            self.choose(0, self.spec.lanes, lanes)
+        for process in self.processes:
+            if process in self._lost:
+                continue
+            try:
+                if process.owes:
+                    self._settle(process)
+                if lanes is None or self._some[process.first : process.last].any():
+                    process.owes = True
+                    process.order(what, place, step)
+            except ReapError as error:
+                self._note_failure(process, error)
 
     def _finish_all(self) -> None:
         """Wait for every process that owes an answer."""
@@ -405,21 +399,10 @@ class ProcessLanes(Env):
         self._sent = lanes, row
         self._shared = shared
         assert shared.place is not None
-        place, step = shared.place
-        all_of_them = len(lanes) == self.spec.lanes
-        if not all_of_them:
-            self.choose(0, self.spec.lanes, lanes)
-        for process in self.processes:
-            if process in self._lost:
-                continue
-            try:
-                if process.owes:
-                    self._settle(process)
-                if all_of_them or self._some[process.first : process.last].any():
-                    process.owes = True
-                    process.order(STEP if all_of_them else STEP_SOME, place, step)
-            except ReapError as error:
-                self._note_failure(process, error)
+        if len(lanes) == self.spec.lanes:
+            self._order_all(STEP, None, *shared.place)
+        else:
+            self._order_all(STEP_SOME, lanes, *shared.place)
 
     def recv(self) -> list[int]:
         self._finish_all()
@@ -515,7 +498,10 @@ class ProcessLanes(Env):
             own = range(new.first, new.last)
             known = [self._last_seeds[lane] for lane in own if lane in self._last_seeds]
             seeds = [restart_seed(seed, new.restarts) for seed in known]
-            self._call(new, "reset", list(range(len(own))), seeds if len(seeds) == len(own) else None)
+            self.seed(own, seeds if len(seeds) == len(own) else None)
+            self.order(new, RESET, own)
+            new.wait()
+            self.read_answer(new)
         except BaseException:
             self.retire(new)
             raise

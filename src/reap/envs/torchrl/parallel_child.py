@@ -102,14 +102,6 @@ class TorchRLChild(EnvChild):
         for part in self._parts:
             part.expect(action)
 
-    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        for part, (first, last) in zip(self._parts, self._bounds):
-            own = [n for n, lane in enumerate(lanes) if first <= lane < last]
-            if own:
-                theirs = None if seeds is None else [seeds[n] for n in own]
-                into = [array[first:last] for array in self._first]
-                part.reset([lanes[n] - first for n in own], into, theirs)
-
     def do_capture(self, captures: bool) -> None:
         """Set whether transforms may be recorded and replayed."""
         for part in self._parts:
