@@ -1,1 +1,1 @@
-"""Lanes stepped by threads and processes: ParallelEnv, AsyncEnvPool and what is behind them."""
+"""Lanes stepped by threads and processes: ParallelEnv, AsyncEnvPool and their implementation."""

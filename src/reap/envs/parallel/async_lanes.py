@@ -1,13 +1,14 @@
-"""Asynchronous lanes: lanes in threads or processes as an env that answers whoever is ready (see core/lanes/ready.py).
+"""Asynchronous lanes: an env whose steps report whichever lanes are ready (see core/lanes/ready.py).
 
-    row t     positions  [ group 5 | group 0 | group 7 ]     what the policy decides about, and is sent
-              next       [ group 3 | group 5 |    ·    ]     whoever has answered by now; nobody waits for the third
+    row t     positions  [ group 5 | group 0 | group 7 ]     the policy acts on these, and they are sent its actions
+              next       [ group 3 | group 5 |    ·    ]     groups that have answered by now; the third is not awaited
     row t+1   positions  [ group 3 | group 5 |    ·    ]
 
-A group that has failed and was replaced comes without a frame, at the beginning of an episode, as all do after a reset.
-Rows are as wide as the most groups taken at a time. A position nobody stands at holds a copy of the first, lane -1, and
-is no frame: a policy of one shape may compute it, others leave out most of them (core/policies/buckets.py). Who will be
-ready cannot be known when results are written, so they come through the row that the workers and the env share.
+The lanes live in threads or processes. A group that was replaced after a failure comes without a frame, at the
+beginning of an episode, as all groups do after a reset. Rows have room for the most groups taken at a time. An empty
+position holds a copy of the first one and lane -1, and is no frame: a policy of fixed shape may compute it, others skip
+most of them (core/policies/buckets.py). Which groups will be ready together is not known when results are written, so
+results come through the row that the workers and the env share.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from reap.spec import LANE_AT, Key, Leaf
 
 
 class ReadyLanes(Env):
-    """The lanes of workers, those of `least` to `most` groups at a time."""
+    """The lanes of workers as an env, `least` to `most` groups of them at a time."""
 
     has_after_step = True
     elsewhere = True
@@ -43,7 +44,7 @@ class ReadyLanes(Env):
         if len(sizes) != 1:
             lane_workers.close()
             raise UsageError(f"lanes that come as they are ready need as many in every worker, not {sorted(sizes)}")
-        self._each = each = sizes.pop()
+        self._group_size = each = sizes.pop()
         self._lanes = [np.arange(first, last) for first, last in lane_workers.bounds]
         spec = lane_workers.spec
         try:
@@ -51,7 +52,7 @@ class ReadyLanes(Env):
         except SpecMismatch:
             lane_workers.close()
             raise
-        self._show(spec.observation)
+        self._choose_shown(spec.observation)
         self.spec = dataclasses.replace(
             spec,
             observation=self._observation,
@@ -64,30 +65,30 @@ class ReadyLanes(Env):
         )
         self.draws = lane_workers.traits.draws
         self.tells_cuts = lane_workers.on_failure.action != "raise"
-        self._in_hand: list[int] = []  # groups, in the order of their positions
+        self._in_hand: list[int] = []  # groups the policy acts on next, in the order of their positions
         self._lanes_in_hand = np.zeros(0, np.int64)
-        self._answered: deque[int] = deque()  # not handed out yet
-        self._just_reset: deque[int] = deque()  # begun anew, not handed out yet
+        self._answered: deque[int] = deque()  # groups that answered, not in hand yet
+        self._just_reset: deque[int] = deque()  # groups that were reset, not in hand yet
         self._began: tuple[Any, Any] | None = None
 
-    def _show(self, keys: Iterable[Key]) -> None:
-        """Choose which of the workers' observations are shown; the lane numbers come behind them."""
+    def _choose_shown(self, keys: Iterable[Key]) -> None:
+        """Choose which of the workers' observations are in rows, followed by the lane numbers."""
         whole = self.lane_workers.spec.observation
         self._observation = {**{key: whole[key] for key in keys}, LANE_AT: Leaf((), torch.int64)}
         self._shown = [n for n, key in enumerate(whole) if key in self._observation]
-        self._lane = len(self._shown)  # our leaf's place in a row
+        self._lane = len(self._shown)  # the index of `LANE_AT` among a row's leaves
 
     def stacks(self) -> dict[str, str]:
         return self.lane_workers.stacks()
 
     def bind_policy(self, model: Any) -> None:
-        """Keep recurrent state that both the policy and a TorchRL primer of the env declare here, lane by lane.
+        """Hide from the observations the recurrent state that both the policy and a TorchRL primer of the env declare.
 
-        It is hidden from the env's observations.
+        It is kept on this side instead, lane by lane.
         """
         whole = self.lane_workers.spec
         kept = [key for key in carry_of(model) if key in whole.primed]
-        self._show([key for key in whole.observation if key not in kept])
+        self._choose_shown([key for key in whole.observation if key not in kept])
         self.spec = dataclasses.replace(
             self.spec, observation=self._observation, primed=frozenset(whole.primed.difference(kept))
         )
@@ -99,7 +100,7 @@ class ReadyLanes(Env):
         self.lane_workers.expect(action)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
+        """Reset all lanes; `into` gets the observations of the first groups, the next steps report the other groups."""
         self.lane_workers.begin(seeds)
         self._answered.clear()
         gone = self.lane_workers.dropped
@@ -110,7 +111,7 @@ class ReadyLanes(Env):
 
     def _take_in_hand(self, groups: list[int]) -> None:
         self._in_hand = groups
-        if self._each == 1:  # the group is its lane
+        if self._group_size == 1:  # each group is one lane
             self._lanes_in_hand = np.array(groups)
         else:
             self._lanes_in_hand = np.concatenate([self._lanes[group] for group in groups])
@@ -123,7 +124,7 @@ class ReadyLanes(Env):
         own = self._lanes_in_hand
         for given, drawn in zip(row.action, self.lane_workers.row().action):
             given[: len(own)] = drawn[own]
-            given[len(own) :] = given[0]  # nobody stands there
+            given[len(own) :] = given[0]  # empty positions
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self._row, shared, own = row, self.lane_workers.row(), self._lanes_in_hand
@@ -136,23 +137,20 @@ class ReadyLanes(Env):
         assert row.mask is not None
         if workers.lost:
             self._forget_lost()
-        if began:  # their first observations are all there is of them yet
+        if began:  # these groups have first observations, but no frames yet
             self._take_in_hand([began.popleft() for _ in range(min(len(began), self._most))])
             self._fill(row.next, workers.first)
             row.mask[:] = False
             self._began = None
             return []
         answered = self._answered
-        if self._least <= len(answered) < self._most and workers.pending:
-            came = workers.answered(within=0)
+        while workers.pending and (count := len(answered)) < self._most:
+            came = workers.answered(within=0 if count >= self._least else None)
             if workers.lost:
                 self._forget_lost()
             answered += came
-        while len(answered) < self._least and workers.pending:
-            came = workers.answered()
-            if workers.lost:
-                self._forget_lost()
-            answered += came
+            if len(answered) >= self._least:
+                break
         self._take_in_hand([answered.popleft() for _ in range(min(len(answered), self._most))])
         shared, own = workers.row(), self._lanes_in_hand
         count = len(own)
@@ -169,14 +167,14 @@ class ReadyLanes(Env):
                 theirs[own] = False
             at = np.flatnonzero(done)
             self._began = at, own[at]
-        if workers.traits.has_after_step:  # agents may have begun anew without their lane
+        if workers.traits.has_after_step:  # an agent may have been reset without its lane
             self._began = np.arange(count), own
         if workers.cut:
-            self._begin_anew(row)
-        return []  # nobody is to be reset: the workers have done it
+            self._mark_cut(row)
+        return []  # the loop resets nothing: the workers have done it
 
     def _forget_lost(self) -> None:
-        """Of groups that have failed, what they had answered before and nobody has taken is not taken any more."""
+        """Forget earlier answers of groups that have failed since."""
         lost = {*self.lane_workers.lost}
         self.lane_workers.lost.clear()
         for waiting in (self._answered, self._just_reset):
@@ -184,8 +182,8 @@ class ReadyLanes(Env):
             waiting.clear()
             waiting.extend(kept)
 
-    def _begin_anew(self, row: Row) -> None:
-        """Lanes in hand whose step was lost in a failure have made no frame, and are at their beginning."""
+    def _mark_cut(self, row: Row) -> None:
+        """Mark lanes in hand whose step was lost in a failure: they made no frame, and their episode begins."""
         assert row.mask is not None
         cut, own = self.lane_workers.cut, self._lanes_in_hand
         at = [n for n, lane in enumerate(own.tolist()) if lane in cut]
@@ -203,16 +201,16 @@ class ReadyLanes(Env):
         return self.lane_workers.dropped
 
     def _fill(self, into: Rows, values: Rows) -> None:
-        """Observations of the lanes in hand; positions nobody stands at see what the first one sees."""
+        """Write the observations of the lanes in hand; empty positions get a copy of the first one."""
         own = self._lanes_in_hand
         count = len(own)
-        observations, numbers = into[: self._lane], into[self._lane]  # others may wrap us and add theirs
+        observations, numbers = into[: self._lane], into[self._lane]  # envs around this one may add leaves
         for array, n in zip(observations, self._shown):
             array[:count] = values[n][own]
         numbers[:count] = own
         if count < self.spec.lanes:
             for array in observations:
-                array[count:] = array[:1]  # one cell, whatever lies in it
+                array[count:] = array[:1]  # a slice, since a cell may hold any object
             numbers[count:] = -1
 
     def after_step(self, row: Row) -> None:

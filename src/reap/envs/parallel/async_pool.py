@@ -1,11 +1,11 @@
-"""AsyncEnvPool, for people: envs in threads or processes, sent to one by one, answering as they are ready.
+"""AsyncEnvPool: the public class for envs in threads or processes that are sent to one by one and answer when ready.
 
-    async_step_send(td) ──► actions into the row everybody sees ──► worker 0 ┐
-                                                              └───► worker 1 ├──► async_step_recv(min_get=2)
-                                                              └───► worker 2 ┘     the first two, in order of arrival
+    async_step_send(td) ──► actions into the row all workers see ──► worker 0 ┐
+                                                               └───► worker 1 ├──► async_step_recv(min_get=2)
+                                                               └───► worker 2 ┘    the first two, in order of arrival
 
-A worker that holds several envs steps those it was asked for together. Actions and results lie in memory both sides
-see; only text and objects are pickled.
+A worker with several envs steps together those whose actions it has received. Actions and results lie in memory that
+both sides see; only text and objects are pickled.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ _BACKENDS = ("threading", "multiprocessing", "inline")
 
 
 class AsyncEnvPool(EnvBase):
-    """Envs that run elsewhere and answer as they are ready.
+    """Envs in threads or processes that answer as they are ready.
 
     >>> pool = AsyncEnvPool([lambda: GymEnv("CartPole-v1")] * 8, backend="multiprocessing")
     >>> td = pool.reset()
     >>> pool.async_step_send(pool.rand_action(td))
-    >>> first = pool.async_step_recv(min_get=2)      # whoever was first, at least two: see first["env_index"]
+    >>> first = pool.async_step_recv(min_get=2)      # at least two, whichever were first: see first["env_index"]
 
     Args:
         create_env_fns: one factory (or Gymnasium id) for each env.
-        backend: "threading", for envs that wait; "multiprocessing", for envs that compute; "inline": here, one after
-            another, for a debugger.
-        envs_per_worker: how many envs share a thread or process at most; as many in each.
-        worker_threads: each env of a process in a thread of its own there: for envs that wait, beside a busy policy.
-        min_ready: for collectors: the fewest envs the policy decides about at a time.
-        max_ready: for collectors: the most; None: no limit of its own. It is never more than half of the envs, so that
-            the others step meanwhile, unless `min_ready` is more.
+        backend: "threading", for envs that wait; "multiprocessing", for envs that compute; "inline", one after another
+            in the calling thread, for a debugger.
+        envs_per_worker: how many envs share a thread or process at most; each has the same number.
+        worker_threads: step each env of a process in a thread of its own: for envs that wait, beside a busy policy.
+        min_ready: for collectors: the fewest envs the policy acts on at a time.
+        max_ready: for collectors: the most envs the policy acts on at a time; None: half of them. It is never more than
+            half, so that the others step meanwhile, unless `min_ready` is more.
         create_env_kwargs: keywords for the factories, one mapping or a list.
-        timeout: seconds an env may take for one answer before it is reported as stuck; None: for ever.
+        timeout: seconds an env may take for one answer before it is reported as stuck; None: no limit.
         max_frames_per_traj: truncate episodes at this length and add `step_count`.
         start_method: how processes start, "forkserver" or "spawn".
         num_sub_threads: torch threads of each process.
-        worker_affinity: with processes, on Linux: the cores of each, a list of lists, or a function of its number.
-        on_failure: what is done about an env that raises, hangs longer than `timeout`, or whose process dies: "raise"
-            its error; "restart" it, in its thread or in another process, where its lanes begin anew; "drop" it. A
-            thread that hangs cannot be replaced. See docs/failures.md.
-        max_restarts: how many may be started again within `restart_window` seconds; None: any number.
+        worker_affinity: with processes, on Linux: the cores of each, as a list of lists or a function of its number.
+        on_failure: what to do about an env that raises, hangs longer than `timeout`, or whose process dies: "raise" its
+            error; "restart" it, in its thread or in another process, which resets its lanes; "drop" it. A thread that
+            hangs cannot be replaced. See docs/failures.md.
+        max_restarts: how many restarts are allowed within `restart_window` seconds; None: any number.
         restart_window: seconds over which restarts are counted.
         on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when one is dropped.
-        device: where the tensors of `reset` and `step` by hand are.
+        device: where tensors used by hand (`reset`, `step`) are placed.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class AsyncEnvPool(EnvBase):
         groups = len(lane_workers.bounds)
         least = -(-min_ready * groups // self.num_envs)
         most = groups if max_ready is None else max(1, max_ready * groups // self.num_envs)
-        half = -(-groups // 2)  # the policy decides about one half while the other is stepping
+        half = -(-groups // 2)  # the policy acts on one half while the other is stepping
         super().__init__(
             ReadyLanes(lane_workers, min(least, groups), min(max(half, least), most, groups)), device=place
         )
@@ -147,22 +147,22 @@ class AsyncEnvPool(EnvBase):
         self._clear_orders()
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: the envs, and what they answer, are its owner's."""
+        """Refuse use in a forked copy: the envs and their answers belong to the process that started them."""
         self._failure = why
         refuse_all(self, why)
 
     def _clear_orders(self) -> None:
-        """Forget who is under way, and with what."""
-        self._given: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it
-        self._asked: dict[int, tuple[int, list[int]]] = {}  # groups under way: what for, and which lanes
-        self._queue: dict[int, deque[tuple[int, int]]] = {}  # orders for groups that are under way: what, lane
+        """Forget which lanes are under way, and with what."""
+        self._sent: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # groups under way: their order, and for which lanes
+        self._queue: dict[int, deque[tuple[int, int]]] = {}  # orders for groups that are under way: order, lane
         self._ready: dict[int, deque[int]] = {STEP_SOME: deque(), RESET: deque()}  # lanes that have answered
-        self._busy: dict[int, int] = {}  # lanes under way or not received yet, and what for
-        self._fresh = np.zeros(self.num_envs, bool)  # begun anew; the first observation waits
+        self._busy: dict[int, int] = {}  # lanes under way or not received yet, and their order
+        self._fresh = np.zeros(self.num_envs, bool)  # reset already; the first observation waits
 
     @property
     def batch_size(self) -> torch.Size:
-        """[N]: a dimension of envs."""
+        """`[N]`: one dimension, of the envs."""
         return torch.Size([self.num_envs])
 
     # ---- all together ---------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class AsyncEnvPool(EnvBase):
         return self._first_of(list(range(self.num_envs)))
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """One step of all envs; the result goes under "next"."""
+        """Step all envs, and wait for them; the result goes under "next"."""
         self._check_all_idle("step")
         self.async_step_send(tensordict, range(self.num_envs))
         back = self.async_step_recv(min_get=self.num_envs)
@@ -189,26 +189,30 @@ class AsyncEnvPool(EnvBase):
     # ---- as they are ready ----------------------------------------------------------------------------------------
 
     def async_step_send(self, tensordict: TensorDictBase, env_index: Any = None) -> None:
-        """Let some envs step with the actions in `tensordict` `[k]`: those of `env_index`, or of its entry, or all."""
+        """Start a step of some envs with the actions in `tensordict` `[k]`.
+
+        The envs are those in `env_index`, or else in the entry "env_index" of `tensordict`, or else all.
+        """
         self._check_usable()
         lanes = self._lanes_for(tensordict, env_index)
-        self._check_may_step(lanes)  # first: actions and flags of those under way lie in the row that is written below
+        self._check_may_step(lanes)  # first: the row written below also holds actions and flags of lanes under way
         td = tensordict if tensordict.ndim else tensordict.unsqueeze(0)
         actions = self._actions(td, lanes)
         row = self._lane_workers.row()
         for array, value in zip(row.action, actions.values()):
             array[lanes] = value.reshape(len(lanes), *array.shape[1:])
         for n, lane in enumerate(lanes):
-            self._given[lane] = td, n
+            self._sent[lane] = td, n
         self._order(STEP_SOME, lanes)
 
     def async_step_recv(
         self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
-        """What was sent, and what came of it under "next", of at least `min_get` envs, in the order of their answers.
+        """Wait for steps of at least `min_get` envs, or of all in `env_index`, in the order of their answers.
 
-        With `env_index`: of those. `max_get` leaves further ones for the next call. After `timeout` seconds without
-        enough answers: `NotReady`, a TimeoutError; those that came stay for the next call.
+        Returns what was sent to these envs, with the results under "next". `max_get` leaves further answers for the
+        next call. After `timeout` seconds without enough answers it raises `NotReady`, a TimeoutError; the answers that
+        came stay for the next call.
         """
         lanes = self._receive(STEP_SOME, min_get, max_get, env_index, timeout)
         row, at = self._lane_workers.row(), np.array(lanes)
@@ -216,7 +220,7 @@ class AsyncEnvPool(EnvBase):
         columns: dict[Key, Any] = {(name,): flag[:, None] for name, flag in zip(FLAGS, row.flags)}
         columns.update(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
         following = self._tensordict({key: array[at] for key, array in columns.items()}, lanes)
-        given = [self._given.pop(lane) for lane in lanes]
+        given = [self._sent.pop(lane) for lane in lanes]
         out = _rows_of(given)
         out.set("env_index", torch.from_numpy(at))
         over = at[row.done[at]]
@@ -228,13 +232,13 @@ class AsyncEnvPool(EnvBase):
     def async_reset_send(
         self, tensordict: TensorDictBase | None = None, env_index: Any = None, *, seeds: Any = None
     ) -> None:
-        """Begin new episodes in some envs: those of `env_index`, or of the entry of `tensordict`, or all.
+        """Start new episodes in the envs of `env_index`, or of the entry "env_index" of `tensordict`, or in all.
 
-        `seeds`: one for each of them, in that order; without, those of `set_seed`, if it was called before.
+        `seeds` holds one seed for each of them, in that order; without it, those of an earlier `set_seed` are used.
         """
         self._check_usable()
         lanes = self._lanes_for(tensordict, env_index)
-        given = self._pending(lanes) if seeds is None else _seeds(seeds, len(lanes))
+        given = self._unused_seeds(lanes) if seeds is None else _seeds(seeds, len(lanes))
         self._check_idle(lanes)
         self._order(RESET, lanes, given)
         self._begun[lanes] = True
@@ -242,13 +246,13 @@ class AsyncEnvPool(EnvBase):
     def async_reset_recv(
         self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
-        """First observations of at least `min_get` envs, in the order of their answers; the rest as for steps."""
+        """Wait for first observations of at least `min_get` envs; arguments and errors as in `async_step_recv`."""
         return self._first_of(self._receive(RESET, min_get, max_get, env_index, timeout))
 
-    # ---- inside ---------------------------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------------------------------
 
-    def _pending(self, lanes: Sequence[int]) -> list[int]:
-        """What `set_seed` has left for these envs."""
+    def _unused_seeds(self, lanes: Sequence[int]) -> list[int]:
+        """Return the seeds of an earlier `set_seed` that these envs have not used yet."""
         pending = self.lanes_env.pending_seeds
         return [UNSEEDED] * len(lanes) if pending is None else [pending[lane] for lane in lanes]
 
@@ -270,7 +274,7 @@ class AsyncEnvPool(EnvBase):
     def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
         if what == RESET:
             self._lane_workers.seed(lanes, seeds)
-            if self.lanes_env.pending_seeds is not None:  # each is used once
+            if self.lanes_env.pending_seeds is not None:  # each seed is used once
                 begun = {*lanes}
                 self.lanes_env.pending_seeds = [
                     UNSEEDED if lane in begun else seed for lane, seed in enumerate(self.lanes_env.pending_seeds)
@@ -278,7 +282,7 @@ class AsyncEnvPool(EnvBase):
         given = dict(zip(lanes, seeds))
         for lane in lanes:
             self._busy[lane] = what
-            if self._fresh[lane] and given.get(lane) == UNSEEDED:  # its worker has begun it when the last one ended
+            if self._fresh[lane] and given.get(lane) == UNSEEDED:  # its worker reset it when its episode ended
                 self._ready[RESET].append(lane)
             else:
                 self._queue.setdefault(self._group_of[lane], deque()).append((what, lane))
@@ -287,14 +291,14 @@ class AsyncEnvPool(EnvBase):
             self._order_next(group)
 
     def _order_next(self, group: int) -> None:
-        """The next orders of a group, all of one kind, if it is idle."""
+        """Send a group, if it is idle, its next orders of one kind."""
         queue = self._queue.get(group)
-        if not queue or group in self._asked:
+        if not queue or group in self._orders:
             return
         what, lanes = queue[0][0], []
         while queue and queue[0][0] == what:
             lanes.append(queue.popleft()[1])
-        self._asked[group] = what, lanes
+        self._orders[group] = what, lanes
         with self._noting_failure():
             self._lane_workers.order([group], what, lanes)
 
@@ -326,7 +330,7 @@ class AsyncEnvPool(EnvBase):
                     f"{name}_recv waited {timeout} s for {least} answers, {came} came; they stay for the next call"
                 )
             for group in answered:
-                kind, lanes = self._asked.pop(group)
+                kind, lanes = self._orders.pop(group)
                 self._ready[kind].extend(lanes)
                 self._order_next(group)
         found = [lane for lane in ready if lane in wanted][:max_get]
@@ -370,9 +374,9 @@ class AsyncEnvPool(EnvBase):
             values[key] = value.detach().cpu()
         looks = {key: Leaf(tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
         if looks != self._action:
-            if self._asked or STEP_SOME in self._busy.values():  # answers that were not received lie in the row, too
+            if self._orders or STEP_SOME in self._busy.values():  # answers not received yet lie in the row, too
                 raise WrongState("actions look different from those that are under way; receive what was sent first")
-            self._action = None  # until everybody has understood
+            self._action = None  # until every env has accepted it
             self._lane_workers.expect(looks)
             self._action = looks
         return {key: value.numpy() for key, value in values.items()}
@@ -390,7 +394,7 @@ class AsyncEnvPool(EnvBase):
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """An env that failed is told of once; others' answers may be lost with it, so that nobody waits again."""
+        """Remember a failure, so that later calls refuse: other envs' answers may be lost, and would never come."""
         try:
             yield
         except ReapError as error:
@@ -403,7 +407,7 @@ class AsyncEnvPool(EnvBase):
 
 
 def _numbers(env_index: Any, count: int) -> list[int]:
-    """Envs by number: one, several, a tensor, or what a tensordict keeps such things in."""
+    """Return the numbers of envs, given as one, several, a tensor, or whatever a tensordict stores them in."""
     given = env_index.tolist() if hasattr(env_index, "tolist") else env_index
     lanes = [given] if isinstance(given, int) else list(given)
     if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < count for n in lanes):
@@ -423,7 +427,7 @@ def _seeds(given: Any, count: int) -> list[int]:
 
 
 def _rows_of(given: Sequence[tuple[TensorDictBase, int]]) -> TensorDictBase:
-    """Rows of several tensordicts, in this order."""
+    """Return these rows of several tensordicts as one tensordict, in this order."""
     sources: dict[int, tuple[TensorDictBase, list[int], list[int]]] = {}
     for n, (td, row) in enumerate(given):
         _, rows, places = sources.setdefault(id(td), (td, [], []))

@@ -1,8 +1,8 @@
-"""The other side of ParallelEnv and AsyncEnvPool: what runs in a process that holds lanes.
+"""The child's side of ParallelEnv and AsyncEnvPool: what runs in a process that holds lanes.
 
-    order pipe ──► slot, step ──► env.step on its lanes of that row ──► lanes that ended begin anew ──► one byte back
+    order pipe ──► slot, step ──► env.step on its lanes of that row ──► lanes that ended are reset ──► one byte back
 
-The env is the very class users have in one process; its rows merely lie in shared memory.
+The env is the same class that users have in one process; only its rows lie in shared memory.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from reap.failures import RemoteRebuilds
 from reap.seeding import fresh_seed, seed_process
 from reap.spec import EnvSpec, Key, Leaf
 
-ORDER = struct.Struct("iii")  # what; slot; step, or the token of a PING
+ORDER = struct.Struct("iii")  # order code; slot; step, or the token of a PING
 STEP = 0  # step all lanes
 STEP_SOME = 1  # step the chosen lanes
-CALL = 2  # read a message
-RESET = 3  # new episodes in the chosen lanes
-PING = 4  # answer when all before is done
-END = 5  # go home
-DRAW = 6  # random actions for all lanes
-REBUILD = 7  # another env in this thread
+CALL = 2  # read a call from the connection
+RESET = 3  # start new episodes in the chosen lanes
+PING = 4  # answer once all earlier orders are done
+END = 5  # end the thread
+DRAW = 6  # draw random actions for all lanes
+REBUILD = 7  # replace the env of this thread
 UNSEEDED = -1
 ANSWERED, FAILED, REBUILT = b"\1", b"\2", b"\3"
-FDS = 5  # order pipe, reply and three files; what follows is the child class's own
-PONG = 16  # plus the token of the question
-TOKENS = 200  # so many at most: with PONG they are one byte
+FDS = 5  # order pipe, reply pipe and three files; further descriptors belong to the child class
+PONG = 16  # plus the token of the PING: the byte that answers it
+TOKENS = 200  # how many tokens there are at most: PONG plus a token must fit into one byte
 
 
 class Traits(NamedTuple):
-    """What a group of lanes does beside stepping (see `Env`): the last word on what is seen next, random actions."""
+    """Two traits of a group of lanes (see `EnvHooks`): `after_step` changes what is seen next; it draws actions."""
 
     has_after_step: bool
     draws: bool
 
 
 class Rebuilt(NamedTuple):
-    """Envs that have raised and were made anew in their place: what they raised and how many seconds it took, and which
-    lanes have made no frame because of it.
+    """Envs that raised and were rebuilt: what each raised, how many seconds the rebuilding took, and which lanes made
+    no frame because of it.
     """
 
     told: list[tuple[Raised, float]]
@@ -71,12 +71,12 @@ class Rebuilt(NamedTuple):
 
 
 class RebuiltLanes:
-    """What is to be told of envs of a group that were made anew; `cut`: lanes whose step is no frame."""
+    """Collects which envs of a group were rebuilt, to report it; `cut`: lanes whose step is no frame."""
 
     def __init__(self, env: Env) -> None:
         self.told: list[tuple[Raised, float]] = []
         self.cut: list[int] = []
-        self.first = 0  # what the number of its first lane is, for whoever is told
+        self.first = 0  # the number of the group's first lane, added to the lanes in errors
         env.rebuild_lanes(RemoteRebuilds(self._tell).replace)
 
     def _tell(self, error: ReapError, seconds: float) -> None:
@@ -85,21 +85,21 @@ class RebuiltLanes:
         self.told.append((Raised.of(error, "the env"), seconds))
 
     def take(self) -> Rebuilt:
-        """Return all there is to tell, and forget it."""
+        """Return all that was collected, and forget it."""
         found = Rebuilt(self.told, self.cut)
         self.told, self.cut = [], []
         return found
 
 
 class LooseValues(NamedTuple):
-    """What has no place in shared memory, of lanes that were stepped or begun: leaf by leaf, successors and firsts."""
+    """Values with no place in shared memory, of stepped or reset lanes: per leaf, successors and first observations."""
 
     lanes: list[int]
     leaves: list[tuple[Any, Any]]
 
 
 def built(makers: Any, limit: int | None = None) -> Env:
-    """The lanes of one group as one env; episodes end after `limit` steps, if there is one."""
+    """Build the lanes of one group as one env; episodes end after `limit` steps, if there is a limit."""
     env = joined(makers) if len(makers) > 1 else torchrl_cells(as_env(*makers[0]))
     spec = env.spec
     if any(leaf.loose for leaf in spec.reward.values()):
@@ -117,20 +117,21 @@ def built(makers: Any, limit: int | None = None) -> Env:
 
 
 def loose_leaves(spec: EnvSpec) -> list[int]:
-    """Which observations are texts, objects or ragged: they travel as messages, not in shared memory."""
+    """Return the indices of observations that are text, objects or ragged: these are sent as messages."""
     return [n for n, leaf in enumerate(spec.observation.values()) if leaf.loose]
 
 
 def firsts_in(block: np.ndarray[Any, Any], layout: Layout) -> list[np.ndarray[Any, Any]]:
-    """First observations of all lanes in shared memory; those without bytes beside it."""
+    """Return the arrays for first observations of all lanes, in shared memory; loose leaves get arrays of their own."""
     slot = Slot(layout, 0, layout.arrays(block))
     return [slot.arrays[key][0] for key in layout.columns]
 
 
 def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows, rebuilt: RebuiltLanes | None = None) -> None:
-    """One step of `lanes`; those that ended begin anew at once: they will be wanted, and others may still be stepping.
+    """Step `lanes`, and reset those that ended at once, while other groups may still be stepping.
 
-    `into` gets first observations; of an env that tidies what every lane sees next, as agents may begin anew alone.
+    `into` gets their first observations. From an env that has `after_step` it gets what every lane sees next, because
+    an agent may be reset without its lane.
     """
     ended = env.step(lanes, row)
     if env.has_after_step:
@@ -147,13 +148,13 @@ def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows, rebuilt: Rebui
 
 
 def choices(file: SharedFile, lanes: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Which lanes are meant, where not all are; and with which seeds episodes begin, `UNSEEDED` for none."""
+    """Return two arrays in shared memory: which lanes an order is for, and the seeds of resets (`UNSEEDED`: none)."""
     block = file.map(9 * lanes)
     return block[8 * lanes :].view(np.bool_), block[: 8 * lanes].view(np.int64)
 
 
 def reset_some(env: Env, lanes: Sequence[int], into: Rows, seeds: np.ndarray[Any, Any]) -> None:
-    """New episodes in `lanes`, each with its seed if it was given one."""
+    """Start new episodes in `lanes`, each with its seed if it was given one."""
     seeded = [lane for lane in lanes if seeds[lane] != UNSEEDED]
     if seeded:
         env.reset(seeded, into, seeds[seeded].tolist())
@@ -168,13 +169,13 @@ def serve(
     threads: int,
     cores: Cores | None,
 ) -> None:
-    """The life of a child: it makes its envs, says what they are like, does what it is told; its errors are told."""
+    """Run a child: build its envs, send their spec, carry out orders, and report errors to the parent."""
     order_fd, reply, *files = fds[:FDS]
 
     def build() -> EnvChild:
-        settle_on(cores)  # first: threads run where whoever starts them does, and torch starts some at once
+        settle_on(cores)  # first: threads inherit these cores, and torch starts some threads at once
         torch.set_num_threads(threads)
-        seed_process(fresh_seed())  # forked from one server: all would draw the same numbers
+        seed_process(fresh_seed())  # children forked from one server would draw the same numbers
         return make(connection, fds)
 
     def serve_orders(child: EnvChild) -> None:
@@ -192,28 +193,28 @@ def serve(
 
 
 class EnvChild(abc.ABC):
-    """Lanes of a child, and the memory it shares with the parent: files of rows, of first observations, of choices."""
+    """The lanes of a child and the files it shares with the parent: rows, first observations, chosen lanes, seeds."""
 
     files: list[SharedFile]
-    _parts: Sequence[Env] = ()  # its envs, where they can be asked what they are in the middle of
+    _parts: Sequence[Env] = ()  # its envs, where their open state can be saved
 
     def __init__(self, spec: EnvSpec, traits: Traits, connection: Connection, fds: Sequence[int]) -> None:
         self.spec, self.traits, self._connection, self._reply = spec, traits, connection, fds[1]
         self._keys = RowKeys(spec)
 
     def serve(self, order_fd: int) -> None:
-        """Do what the order pipe says until nobody is there to write to it."""
+        """Carry out orders from the order pipe until the parent has closed it."""
         while len(data := os.read(order_fd, ORDER.size)) == ORDER.size:
             what, place, step = ORDER.unpack(data)
             if what == CALL:
                 number, name, arguments = self._connection.recv()
                 work = functools.partial(getattr(self, f"do_{name}"), *arguments)
-                send(self._connection, answered(number, work, SpecMismatch))  # refused: another may be asked for
+                send(self._connection, answered(number, work, SpecMismatch))  # refused: the parent may call again
             else:
-                self._obey(what, place, step)
+                self._execute(what, place, step)
 
     def do_begin(self, first: int, lanes: int) -> None:
-        """Which lanes of all are ours: from now on `_first` and `_some` are what the parent sees."""
+        """Learn the number of this child's first lane; `_first`, `_some` and `_seeds` become views of shared memory."""
         self._from, self._to = first, first + self.spec.lanes
         layout = Layout(self.spec.observation, 1, lanes, batched=True)
         firsts = firsts_in(self.files[1].map(max(layout.nbytes, 1)), layout)
@@ -222,28 +223,28 @@ class EnvChild(abc.ABC):
         self._some, self._seeds = some[self._from : self._to], seeds[self._from : self._to]
 
     def do_open_state(self) -> Any:
-        """What its envs are in the middle of, and where its random generators are; a text: why that is not known."""
+        """Return the open state of its envs and random generators; or, as a string, why that cannot be known."""
         try:
             return {"envs": [env.open_state() for env in self._parts], "random": generators()}
         except CannotResume as why:
             return str(why)
 
     def do_load_open_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `do_open_state` returned."""
+        """Continue from what `do_open_state` returned."""
         for env, one in zip(self._parts, state["envs"]):
             env.load_open_state(one)
         set_generators(state["random"])
 
     def _rows_of(self, layout: Layout, start: int, end: int, first: int, last: int, env: EnvSpec) -> list[Row]:
-        """Rows of a slot, of our lanes from `first` to `last`, which are one env."""
+        """Return the rows of a slot, cut to this child's lanes from `first` to `last`, which are one env."""
         arrays = layout.arrays(self.files[0].map(end)[start : start + layout.nbytes])
         own = slice(self._from + first, self._from + last)
         lanes = Layout(layout.columns, layout.steps, last - first, batched=env.batched, look=env.look)
         slot = Slot(lanes, 0, {key: array[:, own] for key, array in arrays.items()})
         return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
 
-    def _answered(self, what: int, token: int) -> bool:
-        """Answer a PING, when the orders before it are done; returns whether it was one."""
+    def _answer_ping(self, what: int, token: int) -> bool:
+        """Answer a PING, since all orders before it are done; returns whether the order was one."""
         if what == PING:
             os.write(self._reply, bytes([PONG + token]))
         return what == PING
@@ -251,17 +252,17 @@ class EnvChild(abc.ABC):
     def _answer(self) -> None:
         os.write(self._reply, ANSWERED)
 
-    def _obey(self, what: int, place: int, step: int) -> None:
-        """Whatever is no message; nothing, where lanes are told otherwise."""
+    def _execute(self, what: int, place: int, step: int) -> None:
+        """Carry out an order that is not a call; not used where threads read their orders themselves."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        """Learn of a new slot, which is called `place` and lies in these bytes."""
+        """Learn of a new slot with the number `place`, which lies from `start` in a file that now has `end` bytes."""
 
     @abc.abstractmethod
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
-        """Learn how actions will look."""
+        """Learn the shapes and dtypes of actions."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -269,7 +270,7 @@ class EnvChild(abc.ABC):
 
 
 class LanesChild(EnvChild):
-    """All lanes as one env, in the child's own thread."""
+    """All lanes of a child as one env, stepped in its main thread."""
 
     def __init__(
         self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None, rebuild: bool = False
@@ -281,8 +282,8 @@ class LanesChild(EnvChild):
         self._rows: dict[int, list[Row]] = {}
         self._loose = loose_leaves(self.spec)
 
-    def _obey(self, what: int, place: int, step: int) -> None:
-        if self._answered(what, step):
+    def _execute(self, what: int, place: int, step: int) -> None:
+        if self._answer_ping(what, step):
             return
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
         if what == RESET:
@@ -295,15 +296,15 @@ class LanesChild(EnvChild):
             if self._rebuilt is None or not self._rebuilt.told:
                 self._answer()
                 return
-            send(self._connection, self._rebuilt.take())  # before the byte: who has read that reads this
+            send(self._connection, self._rebuilt.take())  # before the byte: a parent that has read the byte reads this
             os.write(self._reply, REBUILT)
             return
         stepped = self._rows[place][step].next if what in (STEP, STEP_SOME) else None
         told = LooseValues(
             list(chosen), [(stepped and stepped[n][chosen], self._first[n][chosen]) for n in self._loose]
         )
-        packed = dumps(told, "an observation")  # before it says that it is done: it may fail
-        self._answer()  # before what it says: who does not listen yet would leave us waiting
+        packed = dumps(told, "an observation")  # before the answer: it may fail
+        self._answer()  # before the message: it may be too large for the socket, which the parent reads after the byte
         self._connection.send_bytes(packed)
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
@@ -311,10 +312,6 @@ class LanesChild(EnvChild):
 
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
-
-    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """Begin new episodes in `lanes`."""
-        self._env.reset(lanes, self._first, seeds)
 
     def close(self) -> None:
         self._env.close()

@@ -1,19 +1,19 @@
-"""LaneWorkers: threads or child processes that step lanes, group by group. What both have in common.
+"""LaneWorkers: what threads and child processes that step groups of lanes have in common.
 
     here                                         group 0          group 1            a group is stepped and answers
     actions ──► row ──► order([0], STEP) ────────► its lanes                           as one; it may hold one lane
                     └─► order([1], STEP) ──────────────────────────► its lanes
     results ◄── row ◄── answered() → [1] ◄────────────────────────── done
-                    ◄── answered() → [0] ◄────── done                                in the order in which they come
+                    ◄── answered() → [0] ◄────── done                                in the order of the answers
 
-A group that died, raised or took too long has failed; so have those that share its process. Where an env that raises
-can be made anew in its place, it is, and only its lanes are in `cut`. As the `FailurePolicy`
-says, it is told of; or left out; or another one is started, which nobody waits for: when it has begun new episodes it
-answers like the others, and its lanes are in `cut` until somebody takes note.
+A group fails if it dies, raises or takes too long, and the groups that share its process fail with it. Where an env
+that raises can be rebuilt in its place, only its lanes are in `cut`. Otherwise the `FailurePolicy` decides: raise the
+error; drop the lanes; or start a replacement, without waiting for it. Once the replacement has begun new episodes it
+answers like the others, and its lanes are in `cut` until the caller removes them.
 
-There is one row, which everybody sees; a lane's part of it belongs to its group from the order to the answer. A lane
-whose episode ended is begun anew by its group at once: its first observation lies in `first` with the answer. Whoever
-has read its flags clears them: nobody else touches flags that are False.
+All groups share one row; a lane's part of it belongs to its group from the order to the answer. A group resets a lane
+whose episode ended at once: its first observation is in `first` when the answer comes. Groups write only the flags of
+lanes that ended; the reader of a flag clears it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
-Makers = Sequence[Sequence[tuple[Any, Mapping[str, Any]]]]  # group by group, lane by lane: a factory and its keywords
+Makers = Sequence[Sequence[tuple[Any, Mapping[str, Any]]]]  # for each group, for each lane: a factory and its keywords
 
 
 def joint_spec(specs: Sequence[EnvSpec]) -> tuple[EnvSpec, list[tuple[int, int]]]:
-    """What groups of lanes look like as one env, and which of its lanes each group has."""
+    """Return the spec of groups of lanes as one env, and each group's first lane and last lane + 1."""
     first, lanes, bounds = specs[0], 0, []
     for n, spec in enumerate(specs):
         for mine, other in (
@@ -80,87 +80,87 @@ def joint_spec(specs: Sequence[EnvSpec]) -> tuple[EnvSpec, list[tuple[int, int]]
 
 
 def lanes_named(first: int, last: int) -> str:
-    """The lanes of a worker as errors name them, `last` not among them; 0 where that is not known yet."""
+    """Name the lanes of a worker for errors, `last` excluded; `last` is 0 where it is not known yet."""
     if not last:
         return "lanes"
     return f"lane {first}" if last - first == 1 else f"lanes {first} to {last - 1}"
 
 
 def joint_traits(traits: Sequence[Traits]) -> Traits:
-    """What groups of lanes do beside stepping, as one env."""
+    """Return the traits of groups of lanes as one env."""
     return Traits(has_after_step=any(one.has_after_step for one in traits), draws=all(one.draws for one in traits))
 
 
 @dataclass
 class Restarting:
-    """Another one is being started in the place of one that failed."""
+    """A thread or process that failed and is being replaced."""
 
-    cause: ReapError  # what ended the last one
-    since: float  # when the first one was found to have failed
-    tries: int  # how many in a row were never there
-    left: set[int]  # groups of it that have not begun yet
+    cause: ReapError  # the last error
+    since: float  # when the first failure was noticed
+    tries: int  # how many replacements in a row failed before they were ready
+    left: set[int]  # its groups that have not begun yet
 
 
 class LaneWorkers(abc.ABC):
-    """Groups of lanes elsewhere. `timeout` is how many seconds a group may take for one answer."""
+    """Groups of lanes in threads or processes. `timeout` is how many seconds a group may take for one answer."""
 
-    spec: EnvSpec  # of all lanes, as if they were in step
+    spec: EnvSpec  # of all lanes, as if they were stepped together
     traits: Traits
     bounds: list[tuple[int, int]]  # the lanes of each group: first, last + 1
     first: Rows  # first observations of episodes
     timeout: float | None
-    expecting = False  # whether it is known how actions look
+    expecting = False  # whether the shapes and dtypes of actions are known
 
     def __init__(self, on_failure: FailurePolicy | None = None) -> None:
         self.on_failure = on_failure or FailurePolicy()
         self.budget = RestartBudget(self.on_failure)
-        self.cut: set[int] = set()  # lanes that have begun anew because of a failure, and nobody has taken note
-        self.lost: list[int] = []  # groups that have failed, and nobody has taken note
-        self.dropped: set[int] = set()  # lanes that are stepped no more
-        self._restarting: dict[int, Restarting] = {}  # by the number of the thread or process
-        self._lives: dict[int, int] = {}  # by the same: how many have been in its place before
-        self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
+        self.cut: set[int] = set()  # lanes reset because of a failure, until the caller removes them
+        self.lost: list[int] = []  # groups that failed, until the caller removes them
+        self.dropped: set[int] = set()  # lanes that are no longer stepped
+        self._restarting: dict[int, Restarting] = {}  # by unit: the number of a thread or process
+        self._replacements: dict[int, int] = {}  # by unit: how many were in its place before
+        self._last_seeds: dict[int, int] = {}  # the last seed of each lane that was seeded
         self._pending: dict[int, float] = {}  # groups under way, and since when; the longest first
-        self._token = 0  # of the last settling
-        self._look_at = 0.0  # when to look next for a silent group, even if others answer
-        self._logged: tuple[int, float] | None = None  # a group that was silent, and since when
+        self._token = 0  # the token of the last `settle`
+        self._next_check = 0.0  # when to look next for a silent group, even if others answer
+        self._logged: tuple[int, float] | None = None  # the silent group that was logged last, and since when
         guard(self)
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: whoever steps the lanes is not here, or its owner's."""
+        """Refuse use in a forked copy: it has no threads, and the processes belong to the one that started them."""
         refuse_all(self, why)
 
     @property
     def pending(self) -> int:
-        """How many groups are under way."""
+        """The number of groups that owe an answer."""
         return len(self._pending)
 
     def order(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
-        """Let groups do something with these lanes, or all of theirs (see env_child.py). Nobody is waited for."""
+        """Send groups an order (see env_child.py) for these lanes, or all of theirs, without waiting for answers."""
         now = time.monotonic()
-        if now > self._look_at:
+        if now > self._next_check:
             self._log_silence()
         if self.cut or self.dropped or self._restarting:
-            groups = self._can_be_told(groups)
+            groups = self._can_take_orders(groups)
         for group in groups:
             self._pending[group] = now
             try:
                 self._order_group(group, what, lanes)
             except ReapError as error:
-                self._lose(self._unit_of(group), error)
+                self._handle_failure(self._unit_of(group), error)
 
-    def _can_be_told(self, groups: Iterable[int]) -> list[int]:
-        """Those that can be told something: not restarting, not dropped, not begun anew without somebody's notice."""
-        coming, gone = self._coming, self.cut | self.dropped
+    def _can_take_orders(self, groups: Iterable[int]) -> list[int]:
+        """Return the groups that can take orders: not restarting, and without dropped lanes or lanes in `cut`."""
+        coming, gone = self._not_begun, self.cut | self.dropped
         return [group for group in groups if group not in coming and gone.isdisjoint(range(*self.bounds[group]))]
 
     @property
-    def _coming(self) -> set[int]:
-        """Groups that were started again and have not begun yet."""
+    def _not_begun(self) -> set[int]:
+        """The groups whose replacement has not begun yet."""
         return {group for restarting in self._restarting.values() for group in restarting.left}
 
     def answered(self, within: float | None = None) -> list[int]:
-        """The groups that have answered, in the order in which they did; none only after `within` seconds."""
+        """Wait for answers; returns the groups in the order of their answers, none only after `within` seconds."""
         deadline = None if within is None else time.monotonic() + within
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -175,39 +175,40 @@ class LaneWorkers(abc.ABC):
                 self._note_restarted(found)
             if self.timeout is not None:
                 self._check_silence(now)
-                if found and self.lost:  # with one that is silent others of its process are lost, what they said too
-                    coming = self._coming
+                if found and self.lost:  # groups in a silent one's process are lost with their answers
+                    coming = self._not_begun
                     found = [n for n in found if n not in coming and self.bounds[n][0] not in self.dropped]
             if found or not self._pending or (deadline is not None and time.monotonic() >= deadline):
                 return found
             if left is None:
                 self._log_silence()
 
-    def _longest_away(self) -> int:
-        """The group that has owed an answer for longest."""
+    def _longest_pending(self) -> int:
+        """Return the group that has owed an answer for longest."""
         return min(self._pending, key=self._pending.__getitem__) if self._restarting else next(iter(self._pending))
 
     def _patience(self, now: float) -> float | None:
-        """How long whoever has owed an answer for longest may still take; None: for ever."""
+        """Return how many seconds the group that has owed an answer for longest may still take; None: no limit."""
         if self.timeout is None or not self._pending:
             return None
-        return max(0.0, self._pending[self._longest_away()] + self.timeout - now)
+        return max(0.0, self._pending[self._longest_pending()] + self.timeout - now)
 
     def _check_silence(self, then: float) -> None:
-        """Who had taken too long `then`, and has not answered since, has failed. Called after everybody was heard: an
-        answer may have waited for long, if nobody listened.
+        """Treat groups as failed that had exceeded `timeout` at the time `then` and have not answered since.
+
+        Called after all answers were read: an answer may have lain there unread for long.
         """
         while self.timeout is not None and self._pending:
-            group = self._longest_away()
+            group = self._longest_pending()
             if self._pending[group] + self.timeout > then:
                 return
-            self._lose(self._unit_of(group), self._silence_of(group, self.timeout))
+            self._handle_failure(self._unit_of(group), self._silence_of(group, self.timeout))
 
     def _log_silence(self) -> None:
-        """Who has owed an answer for longest, and for a long time, is told of, once. Asked now and then."""
+        """Log, once, the group that has owed an answer for longest if it is silent for long. Called now and then."""
         now = time.monotonic()
-        self._look_at = now + silence.LOGGED_AFTER / 4
-        group = self._longest_away() if self._pending else 0
+        self._next_check = now + silence.LOGGED_AFTER / 4
+        group = self._longest_pending() if self._pending else 0
         since = self._pending.get(group, now)
         if self.timeout is None and now - since >= silence.LOGGED_AFTER and self._logged != (group, since):
             self._logged = group, since
@@ -215,7 +216,7 @@ class LaneWorkers(abc.ABC):
             silence.log(f"the worker of {lanes_named(first, last)}", now - since, self._stack_of(group))
 
     def stacks(self) -> dict[str, str]:
-        """Where each group is right now, by its lanes."""
+        """Return the stack of each group's thread or process, by the names of its lanes."""
         asked = {
             f"worker of {lanes_named(first, last)}": functools.partial(self._stack_of, group)
             for group, (first, last) in enumerate(self.bounds)
@@ -223,7 +224,7 @@ class LaneWorkers(abc.ABC):
         return all_at_once(asked)
 
     def draw(self, groups: Sequence[int]) -> list[int]:
-        """Let idle groups draw random actions into the row; returns who else has answered meanwhile."""
+        """Have idle groups draw random actions into the row; returns the other groups that answered meanwhile."""
         self.order(groups, DRAW)
         left, others = {*groups}, []
         while left:
@@ -233,46 +234,46 @@ class LaneWorkers(abc.ABC):
                 else:
                     others.append(group)
             if self.lost:
-                left.intersection_update(self._can_be_told(left))  # who has failed draws nothing, and comes back later
+                left.intersection_update(self._can_take_orders(left))  # failed groups draw nothing, and come back later
         return others
 
     def begin(self, seeds: Sequence[int] | None) -> None:
-        """New episodes in all lanes, whoever was under way; their first observations are in `first` afterwards."""
+        """Start new episodes in all lanes, whatever was under way; their first observations are in `first` then."""
         self.settle()
         if self.expecting:
             for flag in self.row().flags:
-                flag[:] = False  # of steps that were broken off
+                flag[:] = False  # set by interrupted steps
         everyone = range(self.spec.lanes)
         self.seed(everyone, seeds)
         self.order(range(len(self.bounds)), RESET, everyone)
         while self._pending:
             self.answered()
-        self.cut.clear()  # everybody has begun anew,
-        self.lost.clear()  # also those that were lost meanwhile and replaced
+        self.cut.clear()  # all lanes were reset,
+        self.lost.clear()  # also those of groups that were lost and replaced meanwhile
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """With which seeds `lanes` begin when they are next told to; None: with none. None of them is under way."""
+        """Set the seeds for the next reset of `lanes`, none of which is under way; None: no seeds."""
         if seeds is not None:
             self._last_seeds.update({lane: seed for lane, seed in zip(lanes, seeds) if seed != UNSEEDED})
         self._seed(lanes, seeds)
 
     def settle(self) -> None:
-        """Nobody is under way after this, whoever was, and whatever was broken off by Ctrl-C between two lines.
+        """Wait until no group is under way, even if Ctrl-C interrupted a method here between any two lines.
 
-        Orders are followed one after another: who has answered a question that was never asked before has answered
-        all that came before it.
+        A group carries out its orders one after another: once it has answered a PING with a new token, it has answered
+        all earlier orders.
         """
         self._token = self._token % TOKENS + 1
-        self.cut.clear()  # everybody will be told to begin anew, or has answered all that came before
-        left, since = set(self._can_be_told(range(len(self.bounds)))), time.monotonic()
+        self.cut.clear()  # so that these lanes, too, are settled: they will be reset, or their answers are in
+        left, since = set(self._can_take_orders(range(len(self.bounds)))), time.monotonic()
         for group in left:
-            if self._restarting and not self._can_be_told([group]):
-                continue  # lost just now, with another of its process
+            if self._restarting and not self._can_take_orders([group]):
+                continue  # lost just now, with another group of its process
             self._pending[group] = since
             try:
                 self._ping(group, self._token)
             except ReapError as error:
-                self._lose(self._unit_of(group), error)
+                self._handle_failure(self._unit_of(group), error)
         while left or self._restarting:
             now = time.monotonic()
             found = self._answers(self._patience(now))
@@ -281,18 +282,18 @@ class LaneWorkers(abc.ABC):
                 left.discard(group)
                 self._pending.pop(group, None)
             self._check_silence(now)
-            left.intersection_update(self._can_be_told(left))
+            left.intersection_update(self._can_take_orders(left))
         self._pending.clear()
         self.cut.clear()
         self.lost.clear()
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
-    def _lose(self, unit: int, error: ReapError) -> None:
-        """A thread or process has failed: raise its error, go on without it, or have another in its place."""
+    def _handle_failure(self, unit: int, error: ReapError) -> None:
+        """Handle the failure of a thread or process: raise its error, drop its lanes, or start a replacement."""
         if self.on_failure.action == "raise":
             raise error
-        with Interrupts().held():  # what is half replaced would be neither
+        with Interrupts().held():  # Ctrl-C must not leave it half replaced
             lost = self._groups_of(unit)
             lanes = [lane for group in lost for lane in range(*self.bounds[group])]
             for group in lost:
@@ -302,7 +303,7 @@ class LaneWorkers(abc.ABC):
             self._retire(unit)
             if self.expecting:
                 for flag in self.row().flags:
-                    flag[lanes] = False  # of a step that was broken off
+                    flag[lanes] = False  # set by an interrupted step
             if self.on_failure.action == "drop":
                 self.dropped.update(lanes)
                 self.on_failure.report(WorkerFailure(unit, error, "drop", self.budget.count, 0.0))
@@ -314,17 +315,17 @@ class LaneWorkers(abc.ABC):
             if (why := self.budget.spend(tries)) is not None:
                 raise refused(error, why)
             self._restarting[unit] = Restarting(error, since, tries, {*lost})
-            self._lives[unit] = self._lives.get(unit, 0) + 1
+            nth = self._replacements[unit] = self._replacements.get(unit, 0) + 1
             known = {lane: self._last_seeds[lane] for lane in lanes if lane in self._last_seeds}
-            self._seed(lanes, [restart_seed(known[n], self._lives[unit]) if n in known else UNSEEDED for n in lanes])
+            self._seed(lanes, [restart_seed(known[n], nth) if n in known else UNSEEDED for n in lanes])
             self._pending.update(dict.fromkeys(lost, now + BOOT))
             try:
                 self._start_again(unit)
-            except WorkerError as again:  # there is no room for another
-                self._lose(unit, again)
+            except WorkerError as again:  # the system has no room for another
+                self._handle_failure(unit, again)
 
     def _note_restarted(self, answered: Sequence[int]) -> None:
-        """Of those that have answered, groups that were started again have begun new episodes."""
+        """Note that replaced groups among those that answered have begun new episodes."""
         for group in answered:
             unit = self._unit_of(group)
             restarting = self._restarting.get(unit)
@@ -338,7 +339,7 @@ class LaneWorkers(abc.ABC):
                 self.on_failure.report(WorkerFailure(unit, restarting.cause, "restart", self.budget.count, seconds))
 
     def _unit_of(self, group: int) -> int:
-        """The number of the thread or process of a group."""
+        """Return the number of the thread or process that steps a group."""
         return group
 
     def _groups_of(self, unit: int) -> Sequence[int]:
@@ -346,38 +347,38 @@ class LaneWorkers(abc.ABC):
 
     @abc.abstractmethod
     def _retire(self, unit: int) -> None:
-        """Whatever a thread or process is doing, nobody hears of it any more."""
+        """Give up a thread or process: whatever it still does is ignored."""
 
     @abc.abstractmethod
     def _start_again(self, unit: int) -> None:
-        """Begin to start another; each of its groups answers when its lanes have begun new episodes."""
+        """Begin to start a replacement; each of its groups answers once its lanes have begun new episodes."""
 
     # ---- for subclasses -------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        """Learn how actions will look. No group may be under way."""
+        """Learn the shapes and dtypes of actions. No group may be under way."""
 
     @abc.abstractmethod
     def row(self) -> Row:
-        """The row everybody sees; another one after `expect`."""
+        """Return the row that all groups share; `expect` makes another one."""
 
     @abc.abstractmethod
     def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None: ...
     @abc.abstractmethod
     def close(self) -> None:
-        """End everybody. May be called twice."""
+        """End all threads or processes. May be called twice."""
 
     @abc.abstractmethod
     def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None: ...
 
     @abc.abstractmethod
     def _ping(self, group: int, token: int) -> None:
-        """Let a group answer with this token when it has done all it was told."""
+        """Have a group answer with this token once it has carried out all earlier orders."""
 
     @abc.abstractmethod
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
-        """Groups that have answered, after so many seconds at most, and their tokens; who has failed is lost."""
+        """Wait at most `wait` seconds; return the groups that answered, and their tokens. Handles failed groups."""
 
     @abc.abstractmethod
     def _stack_of(self, group: int) -> str: ...

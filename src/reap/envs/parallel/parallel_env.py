@@ -1,4 +1,4 @@
-"""ParallelEnv, for people: so many lanes, in so many processes."""
+"""ParallelEnv: the public class for envs in child processes that are stepped together."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from reap.failures import FailureAction, WorkerFailure, failure_policy
 
 
 class ParallelEnv(EnvBase):
-    """Envs in processes of their own, as lanes of one.
+    """Envs in child processes, as the lanes of one env.
 
     >>> env = ParallelEnv(4, lambda: GymEnv("CartPole-v1"))
     >>> collector = Collector(env, policy, frames_per_batch=400)      # batches [4, 100]
 
     Args:
-        num_envs: how many lanes.
+        num_envs: the number of lanes.
         create_env_fn: a factory, a Gymnasium id, or a list with one per lane.
-        num_workers: how many processes share the lanes; one per lane if not given.
-        ready: step the lanes of so many processes at a time, whichever are ready; None: all in step. A slow lane then
-            holds nobody up until the batch is to be whole. For collectors only.
+        num_workers: the number of processes that share the lanes; one per lane if not given.
+        ready: step the lanes of this many processes at a time, whichever are ready; None: all lanes together. A slow
+            lane then delays the others only where a batch needs frames of every lane. For collectors only.
         create_env_kwargs: keywords for the factories, one mapping or a list.
-        timeout: seconds a process may take for one step before it is reported as stuck; None: for ever.
+        timeout: seconds a process may take for one step before it is reported as stuck; None: no limit.
         start_method: "forkserver" or "spawn".
         num_sub_threads: torch threads of each process.
-        on_failure: what is done, under a collector, about a process that dies, raises or takes longer than `timeout`:
-            "raise" its error; "restart" it, its lanes begin anew; "drop" it, its lanes are masked out. See
-            docs/failures.md.
-        max_restarts: how many may be started again within `restart_window` seconds; None: any number.
-        restart_window: see there.
+        on_failure: what a collector does about a process that dies, raises or takes longer than `timeout`: "raise" its
+            error; "restart" it, which resets its lanes; "drop" it, which masks out its lanes. See docs/failures.md.
+        max_restarts: how many restarts are allowed within `restart_window` seconds; None: any number.
+        restart_window: seconds over which restarts are counted.
         on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when a process is dropped.
+        device: where tensors used by hand are placed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ParallelEnv(EnvBase):
         on_restart: Callable[[WorkerFailure], Any] | None = None,
         device: Any = None,
     ) -> None:
-        lanes = num_workers if num_envs is None else num_envs  # as keywords, TorchRL calls the lanes workers
+        lanes = num_workers if num_envs is None else num_envs  # TorchRL's keyword for it is num_workers
         if create_env_fn is None:
             raise WrongArgument("ParallelEnv needs create_env_fn: a factory, or one per lane")
         seconds("timeout", timeout)
@@ -87,5 +87,5 @@ class ParallelEnv(EnvBase):
         guard(self)
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: the processes are its owner's."""
+        """Refuse use in a forked copy: the processes belong to the process that started them."""
         refuse_all(self, why)

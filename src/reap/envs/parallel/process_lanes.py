@@ -1,12 +1,12 @@
-"""Lanes in child processes, the policy here. One message per process and step.
+"""Lanes in child processes, with the policy in the parent. A step costs one message per process.
 
     policy ──► row t (a slot both sides see) ──┬─ order: slot, t ──► child 0: the usual env class, on its lanes of row t
                                                └─ order: slot, t ──► child 1
     row t+1 ◄── copy ◄── row t ◄── results written in place, one byte back from each
 
-A child resets a lane as soon as it ended and keeps the first observation ready, so the loop's reset costs no message.
-Where a row is not in shared memory (an env used by hand, a slot of somebody else), actions and results go through one
-row that is.
+A child resets a lane as soon as its episode ends and keeps the first observation ready, so the loop's reset costs no
+message. Where a row is not in shared memory (an env used by hand, a slot that this env did not make), actions and
+results go through one row that is.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
 
-def _alone(things: Sequence[Any]) -> Any:
-    """The only one, if there is but one: so errors name it."""
+def _one_or_all(things: Sequence[Any]) -> Any:
+    """Return the first of `things` if all are the same object, so that errors name it; else `things`."""
     return things[0] if all(one is things[0] for one in things) else things
 
 
-def _bare(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
-    """How actions look, without what they may be."""
+def _without_spaces(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
+    """Return the shapes and dtypes of actions, without their spaces."""
     return {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
 
 
 class ProcessLanes(Env):
-    """Envs in child processes as lanes of one."""
+    """Envs in child processes, stepped as the lanes of one env."""
 
     elsewhere = True
-    _rebuilds = True  # whether its processes can make envs that raised anew, where that may be
+    _rebuilds = True  # whether the child processes can rebuild an env that raised, where `on_failure` allows it
 
     def __init__(
         self,
@@ -95,26 +95,26 @@ class ProcessLanes(Env):
         budget: RestartBudget | None = None,
     ) -> None:
         self._timeout, self._limit, self._child = timeout, limit, child
-        self._more_fds = more_fds  # further descriptors for a child: of its number, and that of its envs
-        self._objects = objects  # whether texts and objects may be observed: then lanes come one answer at a time
-        self._cores = cores  # where each child runs; None: anywhere
+        self._more_fds = more_fds  # returns further descriptors for a child, given its number and how many envs it has
+        self._objects = objects  # whether observations may be text or objects: only where answers are read one by one
+        self._cores = cores  # the cores each child runs on; None: any
         self._on_failure = on_failure or FailurePolicy()
-        self._budget = budget or RestartBudget(self._on_failure)  # one that is given is also somebody else's
+        self._budget = budget or RestartBudget(self._on_failure)  # a given budget is shared with the caller
         self.tells_cuts = self._on_failure.action != "raise"
-        self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and why
-        self._dropped: list[int] = []  # lanes that are stepped no more
-        self._cut: list[int] = []  # lanes that have begun anew since the last step, because of a failure
-        self.rebuilt: list[int] = []  # lanes that made no frame in this step: their envs have raised, and are others
-        self._announced: list[tuple[Any, ...]] = []  # slots that every process knows
+        self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and their errors
+        self._dropped: list[int] = []  # lanes that are no longer stepped
+        self._cut: list[int] = []  # lanes that were reset since the last step, because of a failure
+        self.rebuilt: list[int] = []  # lanes that made no frame in this step: their envs raised and were rebuilt
+        self._announced: list[tuple[Any, ...]] = []  # the `slot` calls that every process has received
         self._makers, self._start_method, self._threads = makers, start_method, threads
-        self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
+        self._last_seeds: dict[int, int] = {}  # the last seed of each lane that was seeded
         self._files: list[SharedFile] = []
         self.processes: list[EnvProcess] = []
         self._owner = os.getpid()
         self._action: dict[Key, Leaf] | None = None
-        self._by_hand: Slot | None = None
+        self._own_slot: Slot | None = None
         self._end, self._places = 0, 0
-        self._token = 0  # of the last settling
+        self._token = 0  # the token of the last `_settle`
         guard(self)
         try:
             with enough_room("processes for the lanes"):
@@ -124,7 +124,7 @@ class ProcessLanes(Env):
             raise
 
     def in_fork(self, why: str) -> None:
-        """Called in a fork: the processes, and what they answer, are its owner's."""
+        """Refuse use in a forked copy: the processes and their answers belong to the process that started them."""
         refuse_all(self, why)
 
     def _begin(self) -> None:
@@ -134,14 +134,14 @@ class ProcessLanes(Env):
         for n in range(len(self._makers)):
             self.processes.append(self._start(n))
         for n in range(len(self.processes)):
-            self._budget.build(n, functools.partial(self._meet, n))
+            self._budget.build(n, functools.partial(self._receive_spec, n))
         self._join()
         for process in self.processes:
             self._call(process, "begin", process.first, self.spec.lanes)
             record("start", process.name, "worker %s is there", process.name)
 
-    def _meet(self, n: int) -> None:
-        """Hear what the first process in a place is like, or another, if that one has failed."""
+    def _receive_spec(self, n: int) -> None:
+        """Receive the spec of process `n`; if it has failed before, start another one in its place first."""
         process = self.processes[n]
         if process.failed:
             process.kill()
@@ -158,8 +158,8 @@ class ProcessLanes(Env):
             functools.partial(serve, make=make, threads=self._threads, cores=cores),
             "create_env_fn",
             {
-                "create_env_fn": _alone([maker[0] for maker in makers]),
-                "create_env_kwargs": _alone([maker[1] for maker in makers]),
+                "create_env_fn": _one_or_all([maker[0] for maker in makers]),
+                "create_env_kwargs": _one_or_all([maker[1] for maker in makers]),
             },
         )
         fds = [file.fd for file in self._files]
@@ -178,7 +178,7 @@ class ProcessLanes(Env):
                 f"it cannot lie in memory that processes share step by step; take SerialEnv, or a collector with "
                 f"workers (MultiSyncCollector)"
             )
-        if self.tells_cuts:  # a step in which a process fails is no frame of its lanes
+        if self.tells_cuts:  # lanes make no frame in a step in which their process fails
             self.spec = dataclasses.replace(self.spec, rows="skipping")
         for process, (first, last) in zip(self.processes, bounds):
             process.first, process.last = first, last
@@ -188,88 +188,88 @@ class ProcessLanes(Env):
         self.first = firsts_in(self._firsts.map(max(layout.nbytes, 1)), layout)
         self._some, self._seeds = choices(self._control, lanes)
         self._seeds[:] = UNSEEDED
-        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `first`
+        self._fresh = np.zeros(lanes, bool)  # reset after their episode ended; the first observation waits in `first`
 
     def stacks(self) -> dict[str, str]:
         return all_at_once({f"worker {process.name}": process.child.ask_stack for process in self.processes})
 
-    # ---- talking --------------------------------------------------------------------------------------------------
+    # ---- orders and answers ---------------------------------------------------------------------------------------
 
     def order(self, process: EnvProcess, what: int, lanes: Sequence[int] | None) -> None:
-        """Let a child do something on the row everybody sees, with some of its lanes or all; not waited for."""
+        """Send an order for some of a child's lanes, or all, on the shared row, without waiting for the answer."""
         self.choose(process.first, process.last, lanes)
-        place = self.place(what)  # before the order: the slot may have to be made, which asks everybody
+        place = self.place(what)  # before the order: it may have to make the slot, which calls every process
         process.owes = True
         process.order(what, place)
 
     def ping(self, process: EnvProcess, token: int) -> None:
-        """Let a child answer with this token when it has done all it was told."""
+        """Have a child answer with this token once it has carried out all earlier orders."""
         process.owes = False
         process.order(PING, 0, token)
 
     def choose(self, first: int, last: int, lanes: Sequence[int] | None) -> None:
-        """Of the lanes from `first` to `last`, which are meant; None: nobody will ask."""
+        """Mark which of the lanes from `first` to `last` the next order is for; None: it is for all, without marks."""
         if lanes is not None:
             self._some[first:last] = False
             self._some[[lane for lane in lanes if first <= lane < last]] = True
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """With which seeds `lanes` begin, when they are next told to through the order pipe."""
+        """Set the seeds for the next reset of `lanes`; None: no seeds."""
         self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
     def place(self, what: int) -> int:
-        """The number of the slot everybody sees; new episodes need none."""
-        return 0 if what == RESET else self._exchange().place or 0
+        """Return the number of the shared slot for an order; a reset needs no slot."""
+        return 0 if what == RESET else self._shared_slot().place or 0
 
     def _settle(self, process: EnvProcess) -> None:
-        """A step was broken off (Ctrl-C), between any two lines: whether it was sent, and answered, is not known.
+        """Wait until a child has carried out all orders of a step that Ctrl-C interrupted.
 
-        So it is asked something it was never asked before: who has answered that has answered all that came before.
+        The interrupt may have come between any two lines, so it is unknown whether the step was sent or answered. The
+        child therefore gets a PING with a new token: once it has answered that, it has answered all earlier orders.
         """
         self._token = self._token % TOKENS + 1
         process.order(PING, 0, self._token)
-        while True:
+        read = self._read_objects if self._loose else self._read_byte
+        process.wait()
+        while read(process) != self._token:
             process.wait()
-            if self._read(process) == self._token:
-                break
-        process.owes = False  # not before: this may be broken off too
+        process.owes = False  # only now: this method may be interrupted too
 
-    def take(self, process: EnvProcess) -> int:
-        """The byte a child owes, which is there: 0, or the token of what it was asked."""
-        token = self._read(process)
+    def read_answer(self, process: EnvProcess) -> int:
+        """Read the byte with which a child has answered; returns 0, or the token of a PING."""
+        token = self._read_objects(process) if self._loose else self._read_byte(process)
         process.owes = process.logged = False
         return token
 
-    def _read(self, process: EnvProcess) -> int:
-        if not self._loose:
-            return self._byte(process)
-        with Interrupts().held():  # the byte and what belongs to it are taken together
-            token = self._byte(process)
+    def _read_objects(self, process: EnvProcess) -> int:
+        """Read the byte with which a child has answered, and the texts and objects that follow it."""
+        with Interrupts().held():  # Ctrl-C must not separate the byte from its message
+            token = self._read_byte(process)
             if not token:
-                self._put_objects(process, process.answer())
+                self._store_loose(process, process.answer())
             return token
 
-    def _byte(self, process: EnvProcess) -> int:
+    def _read_byte(self, process: EnvProcess) -> int:
         data = os.read(process.reply, 1)
         if data == REBUILT:
             self.rebuilt += self.count_rebuilt(process)
             return 0
         if data != ANSWERED and (not data or data[0] < PONG):
-            raise process.gone()
+            raise process.death()
         return 0 if data == ANSWERED else data[0] - PONG
 
     def count_rebuilt(self, process: EnvProcess) -> list[int]:
-        """Hear which envs of a process have raised and were made anew; returns the lanes that have made no frame."""
-        with Interrupts().held():  # what is heard is also counted
-            told, cut = process.answer()
-            for raised, seconds in told:
-                self._budget.count_rebuilt(process.number, process.named(raised.unpack()), seconds)
+        """Receive and count which envs of a process raised and were rebuilt; returns the lanes that made no frame."""
+        with Interrupts().held():  # Ctrl-C must not come between receiving and counting
+            raised, cut = process.answer()
+            for error, seconds in raised:
+                self._budget.count_rebuilt(process.number, process.named(error.unpack()), seconds)
             return [process.first + lane for lane in cut]
 
-    def _put_objects(self, process: EnvProcess, told: LooseValues) -> None:
-        """Texts and objects of lanes that were stepped, or begun, where their numbers are."""
-        lanes = [process.first + lane for lane in told.lanes]
-        for n, (stepped, first) in zip(self._loose, told.leaves):
+    def _store_loose(self, process: EnvProcess, values: LooseValues) -> None:
+        """Write the texts and objects of stepped or reset lanes into `first` and the shared row."""
+        lanes = [process.first + lane for lane in values.lanes]
+        for n, (stepped, first) in zip(self._loose, values.leaves):
             self.first[n][lanes] = first
             if stepped is not None:
                 self.shared_row().next[n][lanes] = stepped
@@ -279,14 +279,14 @@ class ProcessLanes(Env):
             self._settle(process)
         return process.answer(process.ask(name, *arguments))
 
-    def _tell_all(self, name: str, *arguments: Any) -> None:
-        """Call every process; one that fails meanwhile, and may be replaced, learns of it then."""
+    def _call_all(self, name: str, *arguments: Any) -> None:
+        """Call every process. One that fails here is noted as lost; `introduce` repeats the call to its replacement."""
         for process in self.processes:
             if process not in self._lost:
                 try:
                     self._call(process, name, *arguments)
                 except WorkerError as error:
-                    self._lose(process, error)
+                    self._note_failure(process, error)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -302,111 +302,65 @@ class ProcessLanes(Env):
         )
         known = slot.place, bare, start, self._end
         self._announced.append(known)
-        self._tell_all("slot", *known)
+        self._call_all("slot", *known)
         return slot
 
-    def _exchange(self) -> Slot:
-        """A slot of one step both sides see, for steps on rows they do not; kept while actions look the same."""
-        if self._by_hand is None:
+    def _shared_slot(self) -> Slot:
+        """Return a slot of one step in shared memory, for rows that are not; kept while actions look the same."""
+        if self._own_slot is None:
             assert self._action is not None
-            self._by_hand = self.make_slot(layout_by_hand(self.spec, self._action), 0)
-        return self._by_hand
+            self._own_slot = self.make_slot(layout_by_hand(self.spec, self._action), 0)
+        return self._own_slot
 
     def shared_row(self) -> Row:
-        """The one row of that slot."""
-        (row,) = self._exchange().cut(self._keys, self.first)
+        """Return the one row of the slot from `_shared_slot`."""
+        (row,) = self._shared_slot().cut(self._keys, self.first)
         return row
 
     # ---- the env --------------------------------------------------------------------------------------------------
 
     def expects(self, action: Mapping[Key, Leaf]) -> bool:
-        """Whether it is known already that actions look like this."""
+        """Return whether the processes already know that actions look like this."""
         return self._action == dict(action)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
             return
-        self._action = None  # until everybody has understood
-        self._tell_all("expect", _bare(action))
-        self._action, self._by_hand = dict(action), None
+        self._action = None  # until every process has accepted it
+        self._call_all("expect", _without_spaces(action))
+        self._action, self._own_slot = dict(action), None
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         chosen = list(lanes)
-        wanted = [lane for lane in chosen if seeds is not None or not self._fresh[lane]]
-        if wanted:
-            given = dict(zip(chosen, seeds)) if seeds is not None else None
-            self._last_seeds.update(given or {})
-            self.begin(wanted, given)
+        if seeds is not None:
+            self._last_seeds.update(zip(chosen, seeds))
+            self.begin(chosen, seeds)
+        elif wanted := [lane for lane in chosen if not self._fresh[lane]]:
+            self.begin(wanted, None)
         self._fresh[chosen] = False
         for array, first in zip(into, self.first):
             array[chosen] = first[chosen]
 
-    def begin(self, lanes: Sequence[int], seeds: Mapping[int, int] | None) -> None:
-        """New episodes in `lanes`; first observations are in `first` when this returns."""
-        asked = []
-        for process in self.processes:
-            own = [lane for lane in lanes if process.first <= lane < process.last]
-            if own:
-                try:
-                    if process.owes:
-                        self._settle(process)
-                except ReapError as error:
-                    self._lose(process, error)
-                    continue
-                theirs = None if seeds is None else [seeds[lane] for lane in own]
-                asked.append((process, process.ask("reset", [lane - process.first for lane in own], theirs)))
-        for process, number in asked:
-            try:
-                process.answer(number)
-            except ReapError as error:
-                self._lose(process, error)
-        if self._lost:  # their lanes begin anew, those that were not asked too
+    def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """Start new episodes in `lanes`; their first observations are in `first` when this returns."""
+        self.seed(lanes, seeds)
+        self._order_all(RESET, lanes)
+        self._finish_all()
+        if self._lost:  # replacements reset all their lanes, also those not in `lanes`
             self._cut = [lane for lane in self._replace_lost() if lane not in lanes]
 
     def draw(self, row: Row) -> None:
         shared = row if row.place is not None else self.shared_row()
         assert shared.place is not None
-        for process in self.processes:
-            try:
-                if process.owes:
-                    self._settle(process)
-                process.owes = True
-                process.order(DRAW, *shared.place)
-            except ReapError as error:
-                self._lose(process, error)
+        self._order_all(DRAW, None, *shared.place)
         self._finish_all()
         if shared is not row:
             for mine, theirs in zip(row.action, shared.action):
                 mine[...] = theirs
 
-    def _finish_all(self) -> None:
-        """Wait for everybody who was sent something."""
-        for process in self.processes:
-            if process.owes:
-                try:
-                    process.wait()
-                    self.take(process)
-                except ReapError as error:
-                    self._lose(process, error)
-
-    def after_step(self, row: Row) -> None:
-        """What every lane sees next lies in `first` with the answer."""
-        for after, following in zip(row.after, self.first):
-            after[...] = following
-
-    def send(self, lanes: Sequence[int], row: Row) -> None:
-        shared = row
-        if row.place is None:
-            self._exchange().clear_flags()
-            shared = self.shared_row()
-            for mine, given in zip(shared.action, row.action):
-                mine[...] = given
-        self._sent = lanes, row
-        self._shared = shared
-        assert shared.place is not None
-        place, step = shared.place
-        all_of_them = len(lanes) == self.spec.lanes
-        if not all_of_them:
+    def _order_all(self, what: int, lanes: Sequence[int] | None, place: int = 0, step: int = 0) -> None:
+        """Send an order to every process; or, with `lanes`, to those that hold some of them."""
+        if lanes is not None:
             self.choose(0, self.spec.lanes, lanes)
         for process in self.processes:
             if process in self._lost:
@@ -414,11 +368,41 @@ class ProcessLanes(Env):
             try:
                 if process.owes:
                     self._settle(process)
-                if all_of_them or self._some[process.first : process.last].any():
+                if lanes is None or self._some[process.first : process.last].any():
                     process.owes = True
-                    process.order(STEP if all_of_them else STEP_SOME, place, step)
+                    process.order(what, place, step)
             except ReapError as error:
-                self._lose(process, error)
+                self._note_failure(process, error)
+
+    def _finish_all(self) -> None:
+        """Wait for every process that owes an answer."""
+        for process in self.processes:
+            if process.owes:
+                try:
+                    process.wait()
+                    self.read_answer(process)
+                except ReapError as error:
+                    self._note_failure(process, error)
+
+    def after_step(self, row: Row) -> None:
+        """Copy what every lane sees next from `first`, where the children write it before they answer."""
+        for after, following in zip(row.after, self.first):
+            after[...] = following
+
+    def send(self, lanes: Sequence[int], row: Row) -> None:
+        shared = row
+        if row.place is None:
+            self._shared_slot().clear_flags()
+            shared = self.shared_row()
+            for mine, given in zip(shared.action, row.action):
+                mine[...] = given
+        self._sent = lanes, row
+        self._shared = shared
+        assert shared.place is not None
+        if len(lanes) == self.spec.lanes:
+            self._order_all(STEP, None, *shared.place)
+        else:
+            self._order_all(STEP_SOME, lanes, *shared.place)
 
     def recv(self) -> list[int]:
         self._finish_all()
@@ -428,7 +412,7 @@ class ProcessLanes(Env):
             self._copy(shared, row)
         cut = self._replace_lost() if self._lost else []
         if self._cut or self.rebuilt:
-            self._fresh[self._cut] = False  # they have been stepped, with an action that was none of theirs
+            self._fresh[self._cut] = False  # stepped since that reset, with an action not meant for them
             self._fresh[self.rebuilt] = True
             cut = sorted({*cut, *self._cut, *self.rebuilt})
             self._cut, self.rebuilt = [], []
@@ -473,20 +457,23 @@ class ProcessLanes(Env):
     def dropped(self) -> Sequence[int]:
         return self._dropped
 
-    def _lose(self, process: EnvProcess, error: ReapError) -> None:
-        """A process has failed in a step: it is replaced when the others have answered. By hand, nobody would know."""
+    def _note_failure(self, process: EnvProcess, error: ReapError) -> None:
+        """Note a process that failed, to be replaced when the others have answered; or raise `error`.
+
+        Stepped by hand, the env always raises: its user could not see that lanes were reset.
+        """
         if self._budget.policy.action == "raise" or (self.tells_cuts and self.driver is None):
             raise error
         process.owes = False
         self._lost[process] = error
 
     def take_lost(self) -> dict[EnvProcess, ReapError]:
-        """Processes that have failed while all were told something, and why; for whoever replaces them."""
+        """Return and forget the processes noted by `_note_failure`, with their errors: the caller replaces them."""
         lost, self._lost = self._lost, {}
         return lost
 
     def _replace_lost(self) -> list[int]:
-        """Put others in the place of processes that failed, or go on without; returns the lanes that begin anew."""
+        """Replace the processes that failed, or drop their lanes; returns the lanes that were reset."""
         cut: list[int] = []
         for process, error in self.take_lost().items():
             lanes = range(process.first, process.last)
@@ -503,7 +490,7 @@ class ProcessLanes(Env):
         return sorted(cut)
 
     def _start_again(self, before: EnvProcess) -> None:
-        """Another process in the place of one, which knows all that the one before it knew; its lanes begin anew."""
+        """Start a replacement for a process, tell it all that the old one knew, and reset its lanes."""
         new = self.start_again(before)
         try:
             spec, _ = new.answer(grace=BOOT)
@@ -511,19 +498,22 @@ class ProcessLanes(Env):
             own = range(new.first, new.last)
             known = [self._last_seeds[lane] for lane in own if lane in self._last_seeds]
             seeds = [restart_seed(seed, new.restarts) for seed in known]
-            self._call(new, "reset", list(range(len(own))), seeds if len(seeds) == len(own) else None)
+            self.seed(own, seeds if len(seeds) == len(own) else None)
+            self.order(new, RESET, own)
+            new.wait()
+            self.read_answer(new)
         except BaseException:
             self.retire(new)
             raise
 
     def retire(self, process: EnvProcess) -> None:
-        """A process has failed, or is not wanted any more: whatever it is doing, it ends."""
+        """Remove a process that failed or is no longer needed, and kill it."""
         if process in self.processes:
             self.processes.remove(process)
         process.kill()
 
     def start_again(self, before: EnvProcess) -> EnvProcess:
-        """Start another process in the place of one, and wait for nothing; what it says first is what it is like."""
+        """Start a replacement for a process without waiting; its first message will be its spec and traits."""
         with enough_room("another process for the lanes"):
             new = self._start(before.number)
         new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
@@ -533,23 +523,23 @@ class ProcessLanes(Env):
         return new
 
     def introduce(self, new: EnvProcess, spec: EnvSpec) -> int:
-        """Tell a process that is there what the one before it knew; returns the number of the last answer."""
+        """Tell a replacement, once its spec has come, what the old process knew; returns the last call's number."""
         joint_spec([new.spec, spec])
         if spec.lanes != new.last - new.first:
             raise SpecMismatch(f"it has {spec.lanes} lanes, and the one before it had {new.last - new.first}")
         number = new.ask("begin", new.first, self.spec.lanes)
         if self._action is not None:
-            number = new.ask("expect", _bare(self._action))
+            number = new.ask("expect", _without_spaces(self._action))
         for slot in self._announced:
             number = new.ask("slot", *slot)
         return number
 
-    # ---- the end --------------------------------------------------------------------------------------------------
+    # ---- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         if self._owner != os.getpid():
             return
-        with Interrupts().held():  # a few seconds at most; interrupted, it would leave children to themselves
+        with Interrupts().held():  # takes a few seconds at most; an interrupt would leave children running
             self._close()
 
     def _close(self) -> None:

@@ -1,6 +1,6 @@
-"""Lanes stepped by child processes: one for each group, or for several groups with a thread each.
+"""Lanes stepped by child processes: a process for each group, or for several groups with a thread each.
 
-Results lie in memory both sides see; a few bytes come back.
+Results are written into memory that both sides see; only a few bytes are sent back.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
 
 MOST_THREADS = (MOST_FDS - FDS) // 2  # threads of one process: each has a pipe
-_MOMENT = 100e-6  # seconds in which it does not pay to fall asleep
+_MOMENT = 100e-6  # seconds: for a shorter wait than this it does not pay to sleep
 
 
 class ProcessWorkers(LaneWorkers):
-    """Lanes in child processes.
+    """Groups of lanes in child processes.
 
-    One that is started again is heard through its connection until it knows what the one before it knew:
+    A newcomer, which replaces a failed process, answers through its connection until it knows what the old one knew:
 
-        started ──► says what it is like ──► is told of memory and actions ──► answers ──► begins ──► like the others
+        started ──► sends its spec ──► is sent memory and actions ──► answers ──► resets its lanes ──► like the others
     """
 
-    _objects = True  # whether its lanes can bring texts and objects
+    _objects = True  # whether observations may be text or objects
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ProcessWorkers(LaneWorkers):
     ) -> None:
         super().__init__(on_failure)
         self.timeout = timeout
-        with enough_room("processes for the lanes"):  # before there is something to close
+        with enough_room("processes for the lanes"):  # first: if it fails, nothing has to be closed
             self._selector = selectors.DefaultSelector()
         try:
             self._lanes = ProcessLanes(makers, timeout=timeout, objects=self._objects, budget=self.budget, **options)
@@ -62,7 +62,7 @@ class ProcessWorkers(LaneWorkers):
         self.spec, self.traits, self.first = self._lanes.spec, self._lanes.traits, self._lanes.first
         self.bounds = [(process.first, process.last) for process in self._lanes.processes]
         self._processes = list(self._lanes.processes)
-        self._told: dict[int, int] = {}  # of processes that come back: the number of the last call, once it was made
+        self._last_calls: dict[int, int] = {}  # of newcomers: the number of the last call of `introduce`
         for n, process in enumerate(self._processes):
             self._selector.register(process.reply, selectors.EVENT_READ, n)
             self._selector.register(process.child.line.fileno(), selectors.EVENT_READ, n)
@@ -73,10 +73,10 @@ class ProcessWorkers(LaneWorkers):
         if self._restarting:
             self.settle()
         self._lanes.expect(action)
-        self._lanes.shared_row()  # made now: everybody is asked, and nobody is under way
+        self._lanes.shared_row()  # made now, while no process is under way: it calls all of them
         self.expecting = True
         for process, error in self._lanes.take_lost().items():
-            self._lose(process.number, error)
+            self._handle_failure(process.number, error)
 
     def row(self) -> Row:
         return self._lanes.shared_row()
@@ -96,17 +96,17 @@ class ProcessWorkers(LaneWorkers):
             number = key.data
             try:
                 if number < 0:
-                    self._hear_newcomer(~number)
+                    self._receive_from_newcomer(~number)
                 elif key.fd != self._processes[number].reply:
-                    self._processes[number].hear()  # what is too large for the socket; its byte comes after it
+                    self._processes[number].receive()  # a message too large for the socket; its byte follows
                 else:
-                    found.append((number, self._lanes.take(self._processes[number])))
+                    found.append((number, self._lanes.read_answer(self._processes[number])))
                     if self._lanes.rebuilt:
                         self.cut.update(self._lanes.rebuilt)
                         self._lanes.rebuilt.clear()
             except ReapError as error:
-                self._lose(number if number >= 0 else ~number, error)
-                break  # further descriptors may be of the same process, which are closed
+                self._handle_failure(number if number >= 0 else ~number, error)
+                break  # further keys may be of the same process, whose descriptors are closed now
         return found
 
     # ---- failures -------------------------------------------------------------------------------------------------
@@ -117,45 +117,45 @@ class ProcessWorkers(LaneWorkers):
             for fd in (process.reply, process.child.line.fileno()):
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(fd)
-        self._told.pop(unit, None)
+        self._last_calls.pop(unit, None)
         self._lanes.retire(process)
 
     def _start_again(self, unit: int) -> None:
         process = self._processes[unit] = self._lanes.start_again(self._processes[unit])
-        events = selectors.EVENT_READ | selectors.EVENT_WRITE  # what it is to run may be more than goes at once
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE  # its target may not fit into the socket at once
         self._selector.register(process.child.line.fileno(), events, ~unit)
 
-    def _hear_newcomer(self, unit: int) -> None:
-        """Go on with the introduction of a process that was started again, as far as it has answered."""
+    def _receive_from_newcomer(self, unit: int) -> None:
+        """Continue the introduction of a newcomer with the messages that have come from it."""
         process = self._processes[unit]
         line = process.child.line
-        with Interrupts().held():  # what was heard is also answered
+        with Interrupts().held():  # Ctrl-C must not come between a message and the reply to it
             if line.flush():
                 self._selector.modify(line.fileno(), selectors.EVENT_READ, ~unit)
-            gone = process.talk.hear()
-            while process.talk.inbox:
-                message = process.talk.inbox.popleft()
+            gone = process.conversation.hear()
+            while process.conversation.inbox:
+                message = process.conversation.inbox.popleft()
                 value = message.value if isinstance(message, Answer) else message
                 if isinstance(value, Raised):
                     raise process.named(value.unpack())
                 if not isinstance(message, Answer):
-                    self._told[unit] = self._lanes.introduce(process, value[0])
+                    self._last_calls[unit] = self._lanes.introduce(process, value[0])
                     self._pending.update(dict.fromkeys(self._groups_of(unit), time.monotonic()))
-                elif message.call == self._told[unit]:
+                elif message.call == self._last_calls[unit]:
                     self._begin(unit)
                     return
             if gone:
-                raise process.gone()
+                raise process.death()
 
     def _begin(self, unit: int) -> None:
-        """Let the lanes of a process that knows everything begin."""
+        """Reset the lanes of a newcomer whose introduction is complete, and listen to it as to the others."""
         process = self._processes[unit]
         self._selector.modify(process.child.line.fileno(), selectors.EVENT_READ, unit)
         self._selector.register(process.reply, selectors.EVENT_READ, unit)
         for group in self._groups_of(unit):
             self._order_group(group, RESET, range(*self.bounds[group]))
 
-    # ---- who it is ------------------------------------------------------------------------------------------------
+    # ---- groups and processes -------------------------------------------------------------------------------------
 
     def _process_of(self, group: int) -> EnvProcess:
         return self._processes[group]
@@ -172,20 +172,20 @@ class ProcessWorkers(LaneWorkers):
 
 
 class ThreadedProcessWorkers(ProcessWorkers):
-    """Lanes in threads of child processes: every env is a group of its own (see threaded_env_child.py)."""
+    """Groups of lanes in threads of child processes: every env is a group (see threaded_env_child.py)."""
 
     _objects = False
 
     def __init__(self, makers: Makers, **options: Any) -> None:
-        self._order_fds: list[int] = []  # of each group: where orders for it are written
-        self._ours: dict[int, list[int]] = {}  # the same, by process
-        self._theirs: list[int] = []  # the other ends
-        self._first_of: list[int] = []  # of each process: its first group
-        self._unit: list[int] = []  # of each group: the number of its process
-        self._brisk = False  # whether the last answer came within a moment
+        self._order_fds: list[int] = []  # by group: the write end of its order pipe
+        self._write_ends: dict[int, list[int]] = {}  # the same, by process
+        self._read_ends: list[int] = []  # the read ends, until the child has them
+        self._first_of: list[int] = []  # by process: its first group
+        self._unit: list[int] = []  # by group: the number of its process
+        self._answers_fast = False  # whether the last answer came within `_MOMENT`
         try:
             super().__init__(makers, child=ThreadedChild, more_fds=self._make_order_pipes, **options)
-            self._close(self._theirs)
+            self._close(self._read_ends)
             bounds: list[tuple[int, int]] = []
             for process, own in zip(self._processes, makers):
                 each, rest = divmod(process.last - process.first, len(own))
@@ -196,33 +196,33 @@ class ThreadedProcessWorkers(ProcessWorkers):
                 firsts = range(process.first, process.last, each)
                 bounds += [(first, first + each) for first in firsts]
                 self._unit += [process.number] * len(own)
-                self._order_fds += self._ours[process.number]
+                self._order_fds += self._write_ends[process.number]
         except BaseException:
-            self._close(self._theirs)
+            self._close(self._read_ends)
             self._close_pipes()
             raise
         self.bounds = bounds
 
     def _make_order_pipes(self, unit: int, envs: int) -> Sequence[int]:
-        """A pipe for each env of a process, both ends: the child itself must be able to send its threads home."""
+        """Make a pipe for each env of a process and return both ends: the child must be able to end its threads."""
         made: list[int] = []
-        own = self._ours.setdefault(unit, [])
-        self._close(own)  # of one that was there before it
+        own = self._write_ends.setdefault(unit, [])
+        self._close(own)  # those of the process before it
         for _ in range(envs):
             theirs, ours = os.pipe()
-            self._theirs.append(theirs)  # each at once: the next may be one too many
+            self._read_ends.append(theirs)  # noted at once: the next pipe may be one too many
             own.append(ours)
             made += theirs, ours
         return made
 
     @staticmethod
     def _close(fds: list[int]) -> None:
-        with Interrupts().held():  # what is taken from the list is also closed
+        with Interrupts().held():  # Ctrl-C must not come between taking one from the list and closing it
             while fds:
                 os.close(fds.pop())
 
     def _close_pipes(self) -> None:
-        for fds in self._ours.values():
+        for fds in self._write_ends.values():
             self._close(fds)
 
     def _unit_of(self, group: int) -> int:
@@ -234,7 +234,7 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     def _retire(self, unit: int) -> None:
         super()._retire(unit)
-        self._close(self._ours[unit])
+        self._close(self._write_ends[unit])
         for group in self._groups_of(unit):
             self._order_fds[group] = -1
 
@@ -242,29 +242,29 @@ class ThreadedProcessWorkers(ProcessWorkers):
         try:
             super()._start_again(unit)
         finally:
-            self._close(self._theirs)
+            self._close(self._read_ends)
         first = self._first_of[unit]
-        self._order_fds[first : first + len(self._ours[unit])] = self._ours[unit]
+        self._order_fds[first : first + len(self._write_ends[unit])] = self._write_ends[unit]
 
     def order(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
-        """Straight to the thread: nobody in its process hands the order on."""
+        """Send orders straight to the groups' threads, without their process's main thread in between."""
         now = time.monotonic()
-        if now > self._look_at:
+        if now > self._next_check:
             self._log_silence()
         if self.cut or self.dropped or self._restarting:
-            groups = self._can_be_told(groups)
+            groups = self._can_take_orders(groups)
         self._pending.update(dict.fromkeys(groups, now))
         if lanes is not None:
             for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
         order = ORDER.pack(what, self._lanes.place(what), 0)
         for group in groups:
-            if self._restarting and not self._can_be_told([group]):
-                continue  # lost just now, with another of its process: the newcomer knows of no order yet
+            if self._restarting and not self._can_take_orders([group]):
+                continue  # lost just now, with another group of its process: the newcomer takes no orders yet
             try:
                 self._write(group, order)
             except ReapError as error:
-                self._lose(self._unit[group], error)
+                self._handle_failure(self._unit[group], error)
 
     def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         self._lanes.choose(*self.bounds[group], lanes)
@@ -272,32 +272,32 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     def _write(self, group: int, order: bytes) -> None:
         if (fd := self._order_fds[group]) < 0:
-            return  # it has just been lost, with another of its process
+            return  # lost just now, with another group of its process
         try:
             os.write(fd, order)
         except BrokenPipeError:
-            raise self._process_of(group).gone() from None
+            raise self._process_of(group).death() from None
 
     def _ping(self, group: int, token: int) -> None:
         self._write(group, ORDER.pack(PING, 0, token))
 
     def _written(self, wait: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Processes that have written something. Where answers come thick and fast, nobody falls asleep in between.
+        """Wait for processes that have written something; poll for a moment first while answers come fast.
 
-        A core that slept is slow at first: a small policy took twice as long after it. Other threads than the main
-        one sleep, as the main one then has work, and would share the interpreter with somebody who only looks.
+        A core that slept is slow at first: a small policy took twice as long after it. Only the main thread polls: if
+        another thread calls this, the main one has work to do and would have to share the interpreter with a poll.
         """
         if wait == 0:
             return self._selector.select(0)
         ready: list[tuple[selectors.SelectorKey, int]] = []
         began = time.monotonic()
-        if self._brisk and threading.current_thread() is threading.main_thread():
+        if self._answers_fast and threading.current_thread() is threading.main_thread():
             until = began + (_MOMENT if wait is None else min(wait, _MOMENT))
             while not ready and time.monotonic() < until:
                 ready = self._selector.select(0)
         if not ready:
             ready = self._selector.select(wait)
-        self._brisk = time.monotonic() - began < _MOMENT
+        self._answers_fast = time.monotonic() - began < _MOMENT
         return ready
 
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
@@ -307,22 +307,22 @@ class ThreadedProcessWorkers(ProcessWorkers):
             try:
                 if unit < 0:
                     unit = ~unit
-                    self._hear_newcomer(unit)
+                    self._receive_from_newcomer(unit)
                     continue
                 if key.fd != self._processes[unit].reply:
-                    self._processes[unit].hear()  # what is too large for the socket; its byte comes after it
+                    self._processes[unit].receive()  # a message too large for the socket; its byte follows
                     continue
                 data = os.read(key.fd, ANSWER.size * len(self._unit))
                 whole = list(ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size]))
                 if not whole or any(number == RAISED for number, _ in whole):
-                    raise self._processes[unit].gone()
+                    raise self._processes[unit].death()
                 for n, (number, token) in enumerate(whole):
                     if token == REBUILT_IN_PLACE:
                         self.cut.update(self._lanes.count_rebuilt(self._processes[unit]))
                         whole[n] = number, 0
             except ReapError as error:
-                self._lose(unit, error)
-                break  # further descriptors may be of the same process, which are closed
+                self._handle_failure(unit, error)
+                break  # further keys may be of the same process, whose descriptors are closed now
             first = self._first_of[unit]
             found += [(first + number, token) for number, token in whole]
         return found

@@ -1,8 +1,8 @@
-"""Lanes stepped by threads of this process: one per group. For envs that wait (for a simulator, a socket, a GPU).
+"""Lanes stepped by threads of this process, one per group: for envs that wait (for a simulator, a socket, a GPU).
 
-Threads share the interpreter: envs that compute in Python step one after another, whatever their number, and are better
-kept in processes. A thread cannot be ended from outside either: an env that raised is made anew in its thread, but one
-that hangs is reported, and its thread left behind when the workers are closed.
+Threads share the interpreter: envs that compute in Python step one after another, however many threads there are, and
+are better kept in processes. Nor can a thread be ended from outside: an env that raised is rebuilt in its thread, but
+one that hangs is reported, and its thread is left behind when the workers are closed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from reap.spec import Key, Leaf
 
 
 class Orders(Protocol):
-    """Where a thread waits for what to do, with which lanes (None: all), and a token to answer with; None: to end."""
+    """Where a thread waits for orders: order code, lanes (None: all) and a token to answer with; None ends it."""
 
     def get(self) -> tuple[int, Sequence[int] | None, int] | None: ...
 
@@ -54,46 +54,46 @@ class Orders(Protocol):
 
 
 class LaneGroup:
-    """Lanes, `[first, last)` of all, of one env. What it answers goes to `answers`: its number and an error."""
+    """One env with the lanes `[first, last)`. It puts its answers into `answers`: number, error or None, token."""
 
     def __init__(
         self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any, *, rebuild: bool = False
     ) -> None:
         self.number, self.first, self.last = number, 0, 0
         self._makers, self._limit, self.answers = makers, limit, answers
-        self.silent = False  # whether it was found to be: nobody waits for it any more
+        self.silent = False  # whether it exceeded the timeout: it is no longer waited for
         self.orders: Orders = orders
         self.env: Env
         self.row: Row
         self.into: list[np.ndarray[Any, Any]] = []
         self.seeds = np.zeros(0, np.int64)
-        self.action: Mapping[Key, Leaf] = {}  # what actions look like
-        self._rebuild = rebuild  # whether envs that raise are made anew in their place
-        self.rebuilt: RebuiltLanes | None = None  # what is to be told of that
+        self.action: Mapping[Key, Leaf] = {}  # shapes and dtypes of actions
+        self._rebuild = rebuild  # whether envs that raise are rebuilt in their place
+        self.rebuilt: RebuiltLanes | None = None  # collects what was rebuilt
         self._begin()
 
     def _begin(self) -> None:
-        """Build the env, somewhere, and say so."""
+        """Have the env built by whichever thread will step it, which then answers."""
         raise NotImplementedError
 
     def _build(self) -> bool:
-        """Build the env; whether that has worked."""
+        """Build the env and answer; returns whether that worked."""
         try:
-            self.env = self._built()
+            self.env = self._build_env()
         except BaseException as error:
             self.answers.put((self.number, _as_exception(error), 0))
             return False
         self.answers.put((self.number, None, 0))
         return True
 
-    def obey(self, order: tuple[int, Sequence[int] | None, int]) -> None:
-        """Do what is asked, and answer."""
+    def execute(self, order: tuple[int, Sequence[int] | None, int]) -> None:
+        """Carry out an order and answer."""
         try:
             if order[0] == REBUILD:
-                self._anew()
+                self._rebuild_env()
             else:
-                self._obey(self.env, order[0], order[1])
-        except self.lets_out:
+                self._run(self.env, order[0], order[1])
+        except self.reraised:
             raise
         except BaseException as error:
             self.answers.put((self.number, _as_exception(error), 0))
@@ -102,17 +102,17 @@ class LaneGroup:
             told = rebuilt.take() if rebuilt is not None and rebuilt.told else None
             self.answers.put((self.number, told, order[2]))
 
-    def _built(self) -> Env:
+    def _build_env(self) -> Env:
         env = built(self._makers, self._limit)
         self.rebuilt = RebuiltLanes(env) if self._rebuild else None
         return env
 
-    def _anew(self) -> None:
-        """Put another env in the place of one that raised, at the beginning of an episode."""
+    def _rebuild_env(self) -> None:
+        """Replace an env that raised by a new one, at the beginning of an episode."""
         env = self.env
-        with contextlib.suppress(Exception):  # it has failed before
+        with contextlib.suppress(Exception):  # it has failed already
             env.close()
-        new = self._built()
+        new = self._build_env()
         try:
             joint_spec([env.spec, new.spec])
             if new.spec.lanes != env.spec.lanes:
@@ -124,7 +124,7 @@ class LaneGroup:
             raise
         self.env = new
 
-    def _obey(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
+    def _run(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
         if what == RESET:
             reset_some(env, chosen, self.into, self.seeds)
@@ -133,19 +133,19 @@ class LaneGroup:
         elif what != PING:
             advance(env, chosen, self.row, self.into, self.rebuilt)
 
-    where = ""  # of its lanes, as errors tell it
-    lets_out: tuple[type[BaseException], ...] = ()  # what is not told as an answer
+    where = ""  # where its lanes are stepped, for errors
+    reraised: tuple[type[BaseException], ...] = ()  # exceptions that are raised, not sent as an answer
 
     @property
     def name(self) -> str:
         return f"of {lanes_named(self.first, self.last)} ({self.where})"
 
     def stack(self) -> str:
-        """Return where its thread is right now."""
+        """Return the current stack of its thread."""
         raise NotImplementedError
 
-    def let_end(self, timeout: float) -> bool:
-        """Wait so many seconds at most until its env is closed; whether it is."""
+    def wait_closed(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until its env is closed; returns whether it is."""
         raise NotImplementedError
 
 
@@ -162,12 +162,12 @@ class EnvThread(LaneGroup):
         if self._build():
             try:
                 while (order := self.orders.get()) is not None:
-                    self.obey(order)
+                    self.execute(order)
             finally:
                 self.env.close()
 
-    def let_end(self, timeout: float) -> bool:
-        if self.thread is threading.current_thread():  # a finalizer runs anywhere
+    def wait_closed(self, timeout: float) -> bool:
+        if self.thread is threading.current_thread():  # a finalizer may run in any thread
             return True
         self.thread.join(timeout)
         return not self.thread.is_alive()
@@ -178,9 +178,9 @@ class EnvThread(LaneGroup):
 
 
 class InlineEnv(LaneGroup):
-    """Lanes that are stepped by whoever asks for it, at once: for a debugger."""
+    """Lanes that the calling thread steps at once: for a debugger."""
 
-    where, lets_out = "in this process", (KeyboardInterrupt,)
+    where, reraised = "in this process", (KeyboardInterrupt,)
     closed = False
 
     def _begin(self) -> None:
@@ -188,17 +188,17 @@ class InlineEnv(LaneGroup):
         self._build()
 
     def put(self, order: Any) -> None:
-        """Do what is asked at once; None: close the env."""
+        """Carry out an order at once; None closes the env."""
         if order is not None:
-            self.obey(order)
+            self.execute(order)
         elif hasattr(self, "env") and not self.closed:
             self.closed = True
             self.env.close()
 
     def get(self) -> None:
-        """Return nothing: nobody waits for orders here."""
+        """Return None: no thread waits for orders here."""
 
-    def let_end(self, timeout: float) -> bool:
+    def wait_closed(self, timeout: float) -> bool:
         return True
 
     def stack(self) -> str:
@@ -206,12 +206,12 @@ class InlineEnv(LaneGroup):
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return what an env raised as an `Exception`: somebody waits for it, also where it is `sys.exit()` or the like."""
+    """Return what an env raised as an `Exception`, also `SystemExit` and the like: the caller waits for an answer."""
     return error if isinstance(error, Exception) else as_raised("the env raised", error)
 
 
 class ThreadWorkers(LaneWorkers):
-    """Lanes in threads."""
+    """Groups of lanes in threads of this process."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class ThreadWorkers(LaneWorkers):
         rebuild: bool = False,
     ) -> None:
         super().__init__(on_failure)
-        self._rebuild = rebuild or self.on_failure.action == "restart"  # envs that raise are made anew in their place
+        self._rebuild = rebuild or self.on_failure.action == "restart"  # whether envs that raise are rebuilt
         self._building = True
         self.timeout = timeout
         self.queue: queue.SimpleQueue[tuple[int, Exception | Rebuilt | None, int]] = queue.SimpleQueue()
@@ -233,7 +233,7 @@ class ThreadWorkers(LaneWorkers):
         self._row: Row | None = None
         self.threads: list[LaneGroup] = []
         try:
-            for n, own in enumerate(makers):  # one after another: imports that go in circles fail when threads meet
+            for n, own in enumerate(makers):  # one after another: circular imports fail when threads run them together
                 self._build(n, functools.partial(self._start, n, kind, own, limit, orders(n)))
             self.spec, self.bounds = joint_spec([worker.env.spec for worker in self.threads])
             self.traits = joint_traits([Traits(worker.env.has_after_step, worker.env.draws) for worker in self.threads])
@@ -251,7 +251,7 @@ class ThreadWorkers(LaneWorkers):
     def _build(self, n: int, start: Callable[[], None]) -> None:
         try:
             start()
-        except WorkerSilent:  # its thread is still in there
+        except WorkerSilent:  # its thread is still inside the factory
             raise
         except ReapError as error:
             if self.on_failure.chosen_for(error, building=True) != "restart":
@@ -259,7 +259,7 @@ class ThreadWorkers(LaneWorkers):
             self.budget.replace(n, error, start)
 
     def _start(self, n: int, kind: type[LaneGroup], makers: Any, limit: int | None, orders: Orders) -> None:
-        """Start a thread, and wait until its env is there."""
+        """Start a thread, and wait until its env is built."""
         self._pending[n] = time.monotonic()
         self.threads[n:] = [kind(n, makers, limit, self.queue, orders, rebuild=self._rebuild)]
         self.answered()
@@ -267,7 +267,7 @@ class ThreadWorkers(LaneWorkers):
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
             return
-        self._action = None  # until everybody has understood
+        self._action = None  # until every env has accepted it
         whole = Slot(layout_by_hand(self.spec, action))
         keys = RowKeys(self.spec)
         if self._restarting:
@@ -305,14 +305,14 @@ class ThreadWorkers(LaneWorkers):
                 found.append(answers.get(wait != 0, wait))
             except queue.Empty:
                 return []
-        found += [answers.get() for _ in range(answers.qsize())]  # nobody else takes from it
-        if self.dropped:  # one that hung may answer after all
+        found += [answers.get() for _ in range(answers.qsize())]  # this is its only reader
+        if self.dropped:  # a dropped thread that hung may answer after all
             found = [one for one in found if self.bounds[one[0]][0] not in self.dropped]
         for group, error, _ in found:
             if isinstance(error, Rebuilt):
                 self._count_rebuilt(group, error)
             elif error is not None:
-                self._lose(group, self._named(error, self.threads[group]))
+                self._handle_failure(group, self._named(error, self.threads[group]))
         return [(group, token) for group, error, token in found if not isinstance(error, Exception)]
 
     def _count_rebuilt(self, group: int, rebuilt: Rebuilt) -> None:
@@ -321,14 +321,14 @@ class ThreadWorkers(LaneWorkers):
             self.budget.count_rebuilt(group, self._named(raised.unpack(), worker), seconds)
         self.cut.update(worker.first + lane for lane in rebuilt.cut)
 
-    def _lose(self, unit: int, error: ReapError) -> None:
+    def _handle_failure(self, unit: int, error: ReapError) -> None:
         if self._building:
             raise error
         if isinstance(error, WorkerSilent) and self.on_failure.action == "restart":
             why = "no thread can be ended from outside, so that none can take its place: let envs that may hang be"
             error.args = (f"{error.args[0]}\n({why} in processes, by backend='multiprocessing')", *error.args[1:])
             raise error
-        super()._lose(unit, error)
+        super()._handle_failure(unit, error)
 
     def _retire(self, unit: int) -> None:
         if self.on_failure.action == "drop":
@@ -354,16 +354,16 @@ class ThreadWorkers(LaneWorkers):
         return error.at(worker=worker.name)
 
     def close(self) -> None:
-        with Interrupts().held():  # a few seconds at most; interrupted, it would leave envs open
+        with Interrupts().held():  # takes a few seconds at most; an interrupt would leave envs open
             self._close()
 
     def _close(self) -> None:
         threads, self.threads = self.threads, []
         for worker in threads:
             worker.orders.put(None)
-        # Where one hangs, others may, too: somebody waits to be told of it.
+        # Where one thread hangs others may too, and the caller waits for the error.
         until = time.monotonic() + (SOON if any(worker.silent for worker in threads) else DEADLINE)
-        left = [worker for worker in threads if not worker.let_end(max(0.0, until - time.monotonic()))]
+        left = [worker for worker in threads if not worker.wait_closed(max(0.0, until - time.monotonic()))]
         for worker in left:
             warnings.warn(
                 f"the thread {worker.name} is still inside its env, and no thread can be ended from outside; "

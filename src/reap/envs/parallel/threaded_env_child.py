@@ -1,9 +1,9 @@
-"""A child process whose envs each have a thread: for envs that wait, away from the policy's interpreter.
+"""A child process with a thread for each env: for envs that wait, away from the policy's interpreter.
 
-    parent ──► the thread's own pipe ──► it steps on its lanes of the shared row ──► its number through the reply pipe
+    parent ──► the thread's own pipe ──► it steps its lanes of the shared row ──► its number through the reply pipe
 
-Orders go straight to the thread, answers straight back: a frame costs two wake-ups, one for the order and one for what
-the env waits for. The main thread only listens for messages, when memory or actions change.
+Orders go straight to the thread and answers straight back: a frame costs two wake-ups, one for the order and one for
+what the env waits for. The main thread only waits for calls, which come when memory or actions change.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from reap.envs.parallel.thread_workers import ThreadWorkers
 from reap.errors import ReapError
 from reap.spec import Key, Leaf
 
-ANSWER = struct.Struct("ii")  # the number of a group, counted within its process; and a token, if it was asked for one
+ANSWER = struct.Struct("ii")  # the number of a group within its process; the token of a PING, or 0
 RAISED = -1
-REBUILT_IN_PLACE = -1  # in the place of a token: a message says which envs have raised and are others now
+REBUILT_IN_PLACE = -1  # in place of a token: a message says which envs raised and were rebuilt
 
 
 class OrderPipe:
-    """A pipe in which a thread finds its orders, from the parent; and, when all end, from here."""
+    """The pipe from which a thread reads its orders; this process writes to it only to end the thread."""
 
     def __init__(self, child: ThreadedChild, number: int, theirs: int, ours: int) -> None:
         self._child, self._number, self._from, self._to = child, number, theirs, ours
 
     def get(self) -> tuple[int, Sequence[int] | None, int] | None:
-        """Wait for the next order; None: to end."""
+        """Wait for the next order; None ends the thread."""
         what, place, token = ORDER.unpack(os.read(self._from, ORDER.size))
         return None if what == END else self._child.order(self._number, what, place, token)
 
@@ -48,7 +48,7 @@ class OrderPipe:
 
 
 class ThreadedChild(EnvChild):
-    """The lanes of a child process, each env of them in a thread."""
+    """The lanes of a child process, with a thread for each env."""
 
     def __init__(
         self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None, rebuild: bool = False
@@ -63,7 +63,7 @@ class ThreadedChild(EnvChild):
         self._pipe = _Answers(connection, self._reply, [first for first, _ in lane_workers.bounds])
 
     def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int] | None:
-        """Return what a thread is to do; it asks when it has read its order. None: all of them end."""
+        """Return an order as the thread that has read it needs it, and set that thread's row; None ends the thread."""
         threads = self._lane_workers.threads
         if not threads:
             return None
@@ -98,7 +98,7 @@ class ThreadedChild(EnvChild):
 
 
 class _Answers:
-    """Where threads put their answers: a number in the reply pipe, an error in the connection before it."""
+    """Sends the answers of threads: a number through the reply pipe, after any error through the connection."""
 
     def __init__(self, connection: Connection, reply: int, firsts: Sequence[int]) -> None:
         self._connection, self._reply, self._firsts = connection, reply, firsts
@@ -107,7 +107,7 @@ class _Answers:
     def put(self, answer: tuple[int, Exception | Rebuilt | None, int]) -> None:
         """Send an answer to the parent; called by the threads."""
         number, error, token = answer
-        with contextlib.suppress(OSError):  # nobody is there any more, and so will we not be
+        with contextlib.suppress(OSError):  # the parent has gone, and this process ends soon
             self._put(number, error, token)
 
     def _put(self, number: int, error: Exception | Rebuilt | None, token: int) -> None:

@@ -1,1 +1,1 @@
-"""TorchRL's envs as lanes: stepped by TorchRL, or its transforms replayed around the envs that reap steps."""
+"""TorchRL's envs as lanes: TorchRL steps them, or its transforms are replayed around envs that reap steps."""

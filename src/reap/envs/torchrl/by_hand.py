@@ -1,8 +1,8 @@
-"""A TorchRL env as its owner sees it: `collector.env` is that very object, and may be moved by hand between batches.
+"""TorchRL envs that users also move by hand: `collector.env` is the user's own object, usable between batches.
 
-    collector.env.reset() ──► lanes.driver = None ──► the next rollout begins new episodes: nobody knows where it is
+    collector.env.reset() ──► lanes.driver = None ──► the next rollout begins new episodes: the env's state is unknown
 
-The two methods that move an env are replaced in the object handed out, and only there; its class stays as it is.
+The two methods that move an env are replaced in the object handed out, and only there; its class is unchanged.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from reap._foreign import torchrl_internals
 from reap.core.env import Env
 from reap.seeding import chain
 
-SEEDED_BY_RESET = "_reap_seeded_by_reset"  # our mark in a ParallelEnv: all in its workers are of Gymnasium's kind
+SEEDED_BY_RESET = "_reap_seeded_by_reset"  # reap's mark in a ParallelEnv: its workers hold Gymnasium envs only
 _MOVES = ("reset", "step")  # everything else that moves an env, like `rollout`, goes through these
 
 
 class _Move:
-    """One of these methods, which says that somebody has moved the lanes."""
+    """Replaces one of these methods: notes that the user has moved the lanes, then calls the original."""
 
     def __init__(self, env: Any, name: str, lanes: Env) -> None:
-        # Neither is kept alive: the env holds this.
+        # Weak references, because the env holds this object.
         self._env, self._name, self._lanes = weakref.ref(env), name, weakref.ref(lanes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,35 +36,35 @@ class _Move:
         return getattr(type(env), self._name)(env, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Pickle as the plain method: a copy of the env has no lanes."""
+        """Pickle as the original method: a copy of the env has no lanes."""
         env = self._env()
         return functools.partial, (getattr(type(env), self._name), env)
 
 
 def handed_out(env: Any, lanes: Env) -> Any:
-    """`env` itself; from now on `lanes` hear when it is moved by hand."""
+    """Return `env` itself; from now on `lanes.driver` is cleared when it is moved by hand."""
     for name in _MOVES:
         vars(env)[name] = _Move(env, name, lanes)
     return env
 
 
 def taken_back(env: Any) -> None:
-    """Put the methods of its class back: nobody collects from it any more."""
+    """Undo `handed_out`: restore the methods of the env's class."""
     for name in _MOVES:
         if isinstance(vars(env).get(name), _Move):
             del vars(env)[name]
 
 
 def replaced(env: Any, names: Iterable[str]) -> bool:
-    """Whether somebody else has put a method of his own into the object in place of one of these."""
+    """Return whether somebody other than reap has replaced one of these methods in the object."""
     return any(name in vars(env) and not isinstance(vars(env)[name], _Move) for name in names)
 
 
 def seeded_reset(env: Any, seed: int, *, static: bool) -> TensorDictBase:
-    """Seed an env and begin in the seeded state.
+    """Seed an env and reset it into the seeded state.
 
-    TorchRL seeds a Gymnasium env by a reset whose observation nobody sees; the reset after it would show the second
-    state. So it is told the seed again.
+    TorchRL seeds a Gymnasium env by a reset and drops the observation; the next reset would show the second state.
+    Therefore that reset is given the seed again.
     """
     env.set_seed(seed, static_seed=static)
     keywords, _ = _seeds_again(env, seed, static=static)
@@ -73,26 +73,26 @@ def seeded_reset(env: Any, seed: int, *, static: bool) -> TensorDictBase:
 
 
 def inside(env: Any) -> Any:
-    """The env that a transformed one is around; None for others."""
+    """Return the env inside a transformed one; None for other envs."""
     return dict(env.named_children()).get("base_env")
 
 
 def innermost(env: Any) -> Any:
-    """The env inside all transforms."""
+    """Return the env inside all transforms."""
     while (inner := inside(env)) is not None:
         env = inner
     return env
 
 
 def _seeds_again(env: Any, seed: int, *, static: bool) -> tuple[dict[str, Any], int]:
-    """Keywords for `reset`, and the seed that follows.
+    """Return keywords for `reset`, and the seed that follows.
 
-    There are none where `set_seed` has left the first state to the reset, and for envs in TorchRL's processes, whose
-    kind is not known here: those that take no keywords would end.
+    There are no keywords where `set_seed` leaves the first state to the reset, nor for envs in TorchRL's own processes:
+    their kind is not known here, and a process whose env takes no keywords would end.
     """
     env = innermost(env)
-    if vars(env).get(SEEDED_BY_RESET):  # in our own processes: all of Gymnasium's kind
-        lanes = env.batch_size[1:].numel()  # of a worker
+    if vars(env).get(SEEDED_BY_RESET):  # in reap's processes, with Gymnasium envs only
+        lanes = env.batch_size[1:].numel()  # per worker
         seeds, seed = chain(seed, env.num_workers * lanes, static=static)
         each: list[dict[str, Any]] = [{"seed": one} for one in seeds]
         if len(env.batch_size) > 1:

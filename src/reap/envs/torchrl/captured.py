@@ -1,17 +1,17 @@
-"""TorchRL's transformed envs without TorchRL's step: what transforms ask of torch is recorded once and replayed.
+"""TorchRL's transformed envs without TorchRL's step: the transforms' torch calls are recorded once and replayed.
 
     row.outputs, root ──► inverse transforms ──► innermost envs (reap's lanes) ──► transforms ──► row.next, rewards …
                           └────────────────────── one recorded function ─────────────────┘           │
                                                                                next root  ◄──────────┘
 
 The first step is TorchRL's own. Then `step`, with the innermost env's step as a foreign call in it, is captured (see
-core/capture/recorder.py): the same torch calls on the transforms' own tensors, so the same numbers, and statistics that
-`env.transform[0]` and its `state_dict` show as ever. Where an episode ends TorchRL resets; once the same lanes have
-ended together `_RESETS` times, their reset is recorded and replayed as well, unless a transform resets in Python
-(`_RESET_IN_PYTHON`).
+core/capture/recorder.py): the same torch calls on the transforms' own tensors give the same numbers, and
+`env.transform[0]` and its `state_dict` show statistics as before. TorchRL resets the lanes whose episode ended; once
+the same lanes have ended together `_RESETS` times, their reset is recorded and replayed as well, unless a transform
+resets in Python (`_RESET_IN_PYTHON`).
 
-Only some of TorchRL's own transforms are captured (`TRANSFORMS`); a subclass, or one of the user's, leaves the env to
-TorchRL's step. One that is changed between two rollouts is recorded again.
+Only some of TorchRL's own transforms are captured (`TRANSFORMS`). An env with a subclass of one, or with a transform of
+the user's, is left to TorchRL's step. A transform that is changed between two rollouts is recorded again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from reap.spec import Key, Leaf, as_key
 
 Array = np.ndarray[Any, Any]
 
-_RESETS = 4  # so often the same lanes ended together before their reset is recorded
-_PATTERNS = 64  # so many sets of lanes are told apart
+_RESETS = 4  # how often the same lanes end together before their reset is recorded
+_PATTERNS = 64  # how many sets of lanes are counted and recorded separately
 # A row for the lanes to write, its arrays, and the function that steps them.
-Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]
-_RUNS = 64  # for so many sets of lanes a reset stays bound: each holds masks of all lanes
-_TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
+PreparedRow = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]
+_RUNS = 64  # for how many sets of lanes a reset stays bound: each holds masks of all lanes
+_TRIES = 3  # how many recordings in a row may be outdated at the next rollout before reap gives up
 
 
-# Their code was read: a step is a function of tensors, and so is a reset, but for those in `_RESET_IN_PYTHON`.
+# The code of these was checked: a step is a function of tensors, and so is a reset, except in `_RESET_IN_PYTHON`.
 # fmt: off
 TRANSFORMS = frozenset(
     {
@@ -68,13 +68,13 @@ TRANSFORMS = frozenset(
     }
 )
 # fmt: on
-# Resets that step the env, count in Python or draw as many numbers as lanes begin: they are TorchRL's always.
+# Their resets step the env, count in Python, or draw a number for each lane that is reset: always made by TorchRL.
 _RESET_IN_PYTHON = ("NoopResetEnv", "RandomTruncationTransform", "TrajCounter")
 _ASKS = "EndOfLifeTransform"  # it asks the env how many lives are left
 
 
 def captured_whole(part: Any) -> bool:
-    """Whether a part of a transform is one of those, and not a subclass; its lists of parts are torch's."""
+    """Return whether a part of a transform is of a class in `TRANSFORMS`, no subclass, or one of torch's containers."""
     kind = type(part)
     where = kind.__module__
     if kind.__name__ == "TensorDictPrimer" and _calls_a_function(getattr(part, "default_value", None)):
@@ -83,13 +83,13 @@ def captured_whole(part: Any) -> bool:
 
 
 def has_own_method(part: Any) -> bool:
-    """Whether somebody put a method of his own in the place of one of a transform's."""
+    """Return whether the user has replaced one of the methods in this part of a transform."""
     held = vars(part).items()
     return any(isinstance(value, (FunctionType, MethodType)) and hasattr(type(part), name) for name, value in held)
 
 
 def not_replayable(transforms: Iterable[Any]) -> str | None:
-    """Say which part of these transforms cannot be replayed; None if all can."""
+    """Return a sentence that names a part of these transforms that cannot be replayed; None if all can."""
     for part in (part for transform in transforms for part in transform.modules()):
         if not captured_whole(part) or has_own_method(part):
             return f"{type(part).__name__} is none of the transforms reap can replay"
@@ -97,47 +97,47 @@ def not_replayable(transforms: Iterable[Any]) -> str | None:
 
 
 def _calls_a_function(value: Any) -> bool:
-    """Whether a primer with this default value asks a function of the user's."""
+    """Return whether a primer with this default value calls a function of the user's."""
     return any(map(_calls_a_function, value.values())) if isinstance(value, Mapping) else callable(value)
 
 
 class Base:
-    """The innermost env, stepped by reap: called by the recorded step in place of its TorchRL `_step`."""
+    """The innermost env, stepped by reap: the recorded step calls it in place of TorchRL's `_step`."""
 
     def __init__(self, env: Any, lanes: Env) -> None:
         self.env, self.lanes = env, lanes
         self._gym = lanes if isinstance(lanes, GymLanes) else None
         self.size, self._all = tuple(env.batch_size), range(lanes.spec.lanes)
-        self.keys: list[Any] = []  # of what its step returns
-        self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
-        self.given: Sequence[Tensor] = ()  # results that stand for a real step, while one is recorded or compared
+        self.keys: list[Any] = []  # the keys of what its step returns
+        self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, in the order of `keys`
+        self.given: Sequence[Tensor] = ()  # results used in place of a real step, while one is recorded or compared
         self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
-        self._planned: Sequence[Tensor] | None = None  # those of which `prepare` last told the lanes
+        self._announced: Sequence[Tensor] | None = None  # the actions whose form `prepare` last told the lanes
         self._action: Mapping[Key, Leaf] = {}
-        self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
+        self.reset_keys: list[Any] = []  # the keys of what its reset returns, without flags, which are False
         self._flags: list[tuple[Any, Tensor]] = []
-        self.due: tuple[int, ...] = ()  # lanes that a recorded reset begins anew
+        self.due: tuple[int, ...] = ()  # the lanes that a recorded reset resets
         self.begin_due = lambda: self.begin(self.due)
-        self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
-        self._begun: list[Array] = []  # the same memory, by these keys
-        self._into: list[Array] = []  # and as the lanes write it
-        self._rows: list[Room] = []
-        self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
+        self.first: list[Tensor] = []  # what each lane's last reset returned, in the order of `reset_keys`
+        self._begun: list[Array] = []  # the same memory as arrays
+        self._into: list[Array] = []  # the same memory, in the order and shapes in which the lanes write it
+        self._rows: list[PreparedRow] = []
+        self._shapes: list[tuple[int, ...]] = []  # the shapes of actions for the lanes
         self._turn = -1
         self._flagged: set[Row] = set()  # rows whose flags may be set
-        self.read: list[list[bool]] = []  # for each call of `step` in a recorded one, which results are read
+        self.read: list[list[bool]] = []  # for each call of `step` in the recorded step: which results are read
         self.locks: Sequence[Any] = ()
         self.fresh = False  # whether each step's results need memory of their own
 
-    def watched(self, td: TensorDictBase) -> TensorDictBase:
-        """TorchRL's own step, whose results are kept for the recording."""
+    def step_and_keep(self, td: TensorDictBase) -> TensorDictBase:
+        """Make TorchRL's own step, and keep its results for the recording."""
         result: TensorDictBase = type(self.env)._step(self.env, td)
         self.keys = sorted(result.keys(True, True), key=str)
         self.stepped = [result.get(key).clone() for key in self.keys]
         return result
 
     def stand_in(self, td: TensorDictBase) -> TensorDictBase:
-        """`given`, as TorchRL's step would return it; noted as a call of `step`."""
+        """Return `given` in the form of TorchRL's step, and record this as a call of `step`."""
         self.asked = [td.get(key) for key in self.env.action_keys]
         made = foreign(self.step, self.asked, lambda: [value.clone() for value in self.given])
         result = TensorDict({}, batch_size=td.batch_size, device=self.env.device)
@@ -145,8 +145,8 @@ class Base:
             result.set(key, value)
         return result
 
-    def watched_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """TorchRL's own reset, whose results are kept: a lane that is not reset later is shown as it is now."""
+    def reset_and_keep(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """Make TorchRL's own reset, and keep its results: a lane is shown like this when others are reset later."""
         result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
         self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
         self.reset_keys = sorted((k for k in result.keys(True, True) if k not in FLAGS), key=str)
@@ -160,7 +160,7 @@ class Base:
         return result
 
     def stand_in_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """What TorchRL's reset returns, with the lanes reset by reap; noted as a call of `begin`."""
+        """Reset the lanes through reap, return what TorchRL's reset would, and record this as a call of `begin`."""
         self.due = tuple(self._marked(td))
         made = foreign(self.begin_due, (), lambda: [torch.from_numpy(array) for array in self.begin(self.due)])
         result = TensorDict({}, batch_size=self.size, device=self.env.device)
@@ -177,24 +177,25 @@ class Base:
         return [lane for lane in lanes if chosen[lane]]
 
     def begin(self, lanes: Sequence[int]) -> Sequence[Array]:
-        """New episodes in `lanes`; returns copies of the first observations of all, by `reset_keys`."""
+        """Start new episodes in `lanes`; returns copies of all first observations, in the order of `reset_keys`."""
         if self.given:
             return [value.numpy().copy() for value in self.given]
         self.lanes.reset(lanes, self._into)
         return [array.copy() for array in self._begun]
 
     def prepare(self) -> None:
-        """Make room for a step's results, twice: the last one's are still looked at when the next are written.
+        """Make room for the results of two steps: one step's results are still read while the next are written.
 
-        Of several calls in one step only the last is looked at later. The others have room of their own, but for
-        observations that nobody reads, like the frames an Atari game skips: where nobody reads any, none is made.
+        Where a step makes several calls, only the results of the last call are read after the step. The other calls
+        have room of their own, shared for observations that nothing reads, like the frames an Atari game skips. A call
+        of which no observation is read makes none.
         """
-        if self._planned is not self.asked:  # recorded since
+        if self._announced is not self.asked:  # a step was recorded since
             dims = len(self.size)
             keys = [as_key(key) for key in self.env.action_keys]
             self._action = {key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)}
             self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
-            self._planned = self.asked
+            self._announced = self.asked
         self.lanes.expect(self._action)
         if self._gym is not None and self._gym.checked:
             self._gym.leave_out_checks()
@@ -204,12 +205,12 @@ class Base:
         for read in self.read[:-1]:
             looked_at = {as_key(key) for key, is_read in zip(self.keys, read) if is_read}
             common = {key: array for key, array in unread.items() if key not in looked_at}
-            skipped.append(self._room(common, seen=len(common) < len(unread)))
-        self._rows = [*skipped, self._room({}), *skipped, self._room({})]
+            skipped.append(self._prepared_row(common, seen=len(common) < len(unread)))
+        self._rows = [*skipped, self._prepared_row({}), *skipped, self._prepared_row({})]
         self._turn, self._flagged = -1, set()
 
-    def _room(self, common: Mapping[Key, Array], *, seen: bool = True) -> Room:
-        """A row for the lanes to write, and the arrays in it by `keys`; those in `common` are of other rows, too."""
+    def _prepared_row(self, common: Mapping[Key, Array], *, seen: bool = True) -> PreparedRow:
+        """Return a row for the lanes to write, with its arrays; those in `common` are shared with other rows."""
         spec, row = self.lanes.spec, Row()
         leaves = {**spec.observation, **spec.reward}
         arrays = {key: common[key] if key in common else leaf.column(spec.lanes) for key, leaf in leaves.items()}
@@ -229,7 +230,7 @@ class Base:
         return row, tuple(t.numpy() for t in results), step
 
     def step(self, *actions: Array) -> tuple[Array, ...]:
-        """One step of all lanes. What is returned is written over by the next step but one."""
+        """Step all lanes once. The next step but one overwrites what this one returns."""
         if self.given:
             return tuple(value.numpy().copy() for value in self.given)
         self._turn = (self._turn + 1) % len(self._rows)
@@ -251,57 +252,57 @@ class Base:
         return tuple([array.copy() for array in results]) if self.fresh else results
 
     def _act(self, row: Row, actions: Sequence[Array]) -> None:
-        """Show the lanes their actions."""
+        """Put the actions into the row, in the shapes that the lanes expect."""
         row.action = tuple(map(np.ndarray.reshape, actions, self._shapes))
 
 
 @dataclass
 class _Reset:
-    """A recorded reset, and what it was bound to last."""
+    """A recorded reset, and what it was last bound to."""
 
     captured: Captured
-    mask: Tensor  # which lanes; the recording looks at it
-    due: list[tuple[int, ...]]  # of each base
-    bound: int = -1  # the rollout it was bound in
+    mask: Tensor  # which lanes are reset; the recording reads it
+    due: list[tuple[int, ...]]  # for each base
+    bound: int = -1  # the number of the rollout in which it was last bound
     runs: dict[bytes, tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]] = field(default_factory=dict)  # by lanes
-    relied_on: Sequence[Any] = ()  # what `runs` were bound with, beside their masks
-    proved: bool = False  # whether it was seen to hold for another mask
+    relied_on: Sequence[Any] = ()  # what `runs` were bound with, apart from their masks
+    checked: bool = False  # whether it was checked with another mask
 
     def begin(self) -> None:
-        """At the first reset of a rollout: forget what was bound if something else than the mask has changed."""
+        """Begin a rollout: forget the bound runs if something other than the mask has changed."""
         now = self.captured.bound_with(but=self.mask)
         if now != self.relied_on:
             self.runs, self.relied_on = {}, now
 
     def keep(self, lanes: bytes, due: tuple[int, ...]) -> None:
-        """Keep how these lanes are reset, as it is bound now; the oldest makes room."""
+        """Keep the current binding as the way to reset these lanes; drops the oldest of too many."""
         if len(self.runs) >= _RUNS:
             del self.runs[next(iter(self.runs))]
         self.runs[lanes] = self.captured.run, due
 
 
 class CapturedRows(TorchRLRows):
-    """A transformed env over `bases`, whose step is captured after the first."""
+    """A transformed env over `bases`, whose step is captured after the first one."""
 
     def __init__(
         self, env: Any, root: TensorDictBase, columns: Columns, bases: Sequence[Base], transformed: Sequence[Any]
     ) -> None:
-        self._leaves: Sequence[Array] | None = None  # the root's values by `_root_keys`, where newer than `_root`
+        self._leaves: Sequence[Array] | None = None  # the root's values by `_root_keys`, if newer than `_root`
         self._root_keys: list[Any] = []
         super().__init__(env, root, columns)
         self._bases, self._transformed = bases, transformed
         inner = [env for base in bases for env in (base.env, *torchrl_internals.serial_envs(base.env))]
-        self._stepped = [env, *transformed, *inner]  # TorchRL's envs whose steps are not called
+        self._stepped = [env, *transformed, *inner]  # TorchRL's envs whose own methods a replay bypasses
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
-        self._alike = True  # whether one recording serves every set of lanes of one base, told apart by its mask
-        self._resets: dict[bytes, int | _Reset] = {}  # by which lanes ended: how often so far, or how it is done
+        self._one_recording = True  # whether one recorded reset serves every set of lanes of a single base, by its mask
+        self._resets: dict[bytes, int | _Reset] = {}  # by the lanes that ended: how often so far, or a recorded reset
         self.why: str | None = "it is captured after its first step"
-        self._acted: list[Key] = []  # the policy's outputs when it was recorded
+        self._recorded_keys: list[Key] = []  # the policy's outputs when the step was recorded
         self._locks: list[Any] = []
-        self._asked_by: dict[int, _Lives] = {}  # by transform: how the lives are asked for
-        self._shown_at: list[int] = []  # where among the root's values each observation is
+        self._lives_of: dict[int, _Lives] = {}  # by the id of a transform: how it asks for the lives
+        self._shown_at: list[int] = []  # the index of each observation among the root's values
 
     def explain(self) -> str:
         if not self.captures:
@@ -311,7 +312,7 @@ class CapturedRows(TorchRLRows):
 
     @property
     def root(self) -> TensorDictBase:
-        """What the policy sees next, as TorchRL has it."""
+        """What the policy sees next, as TorchRL's TensorDict."""
         if self._leaves is not None:
             root = TensorDict({}, batch_size=self.env.batch_size, device=self.env.device)
             for key, value in zip(self._root_keys, self._leaves):
@@ -346,37 +347,37 @@ class CapturedRows(TorchRLRows):
         if self._captured is None:
             return super().looks_at(outputs)
         root = len(self._root_keys)
-        return [*self.spec.action, *(self._acted[i - root] for i in self._captured.used if i >= root)]
+        return [*self.spec.action, *(self._recorded_keys[i - root] for i in self._captured.used if i >= root)]
 
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
         super().set_policy_keys(outputs)
         self._rollouts += 1
-        if self._asked_by:
-            for ask in self._asked_by.values():
+        if self._lives_of:
+            for ask in self._lives_of.values():
                 ask.look()
         if self._captured is None:
             return
-        if {*outputs}.issuperset(self.looks_at(outputs)) and {*outputs} <= {*self._acted} and self._rebound():
+        if {*outputs}.issuperset(self.looks_at(outputs)) and {*outputs} <= {*self._recorded_keys} and self._rebound():
             self._choose()
         else:
-            self._captured = self._run = None  # somebody changed a transform: it is recorded again
+            self._captured = self._run = None  # a transform or the policy has changed: the step is recorded again
             self._resets.clear()
 
     def _overridden(self) -> bool:
-        """Whether somebody put a method of his own in the place of one that would not be called."""
+        """Return whether the user has replaced a method that a replay would not call."""
         moves = torchrl_internals.MOVES
         touched = [env for env in self._stepped if not moves.isdisjoint(vars(env))]
         return any(replaced(env, moves) for env in touched)
 
     def _rebound(self) -> bool:
         assert self._captured is not None
-        # A method of the user's own is noticed by `bind`, at less cost than by `has_own_method`.
+        # `bind` notices methods replaced in a transform, at less cost than `has_own_method`.
         if self._overridden() or not all(captured_whole(part) for t in self._transforms() for part in t.modules()):
             return False
         if self._transforms() != self._relied_on or not self._captured.bind():
             return False
         for base in self._bases:
-            base.prepare()  # somebody may have used the env by hand since
+            base.prepare()  # the env may have been used by hand since
         self._run, self._tries = self._captured.run, 0
         return True
 
@@ -384,15 +385,15 @@ class CapturedRows(TorchRLRows):
         return [env.transform for env in self._transformed]
 
     def _parts(self, *names: str) -> list[Any]:
-        """The transforms of these kinds."""
+        """Return the parts of transforms whose class has one of these names."""
         return [part for t in self._transforms() for part in t.modules() if type(part).__name__ in names]
 
-    def _asking(self) -> contextlib.AbstractContextManager[None]:
-        """Let what transforms ask the env be noted as calls, not as the answers of the moment."""
+    def _recording_asks(self) -> contextlib.AbstractContextManager[None]:
+        """Record what transforms ask the env as calls, not as constants."""
         return torchrl_internals.answering_lives(self._parts(_ASKS), self._lives)
 
     def _lives(self, part: Any) -> Tensor:
-        ask = self._asked_by.setdefault(id(part), _Lives(part))
+        ask = self._lives_of.setdefault(id(part), _Lives(part))
         (lives,) = foreign(ask, (), lambda: [torch.from_numpy(array) for array in ask()])
         return lives
 
@@ -403,7 +404,7 @@ class CapturedRows(TorchRLRows):
         if leaves is None:
             found = [self._root.get(key, None) for key in self._root_keys]
             if any(value is None for value in found):
-                return self._plain_step(lanes, row)  # a reset dropped something: TorchRL knows what comes next
+                return self._plain_step(lanes, row)  # a reset dropped a key, which TorchRL can handle
             leaves = [value.numpy() for value in found]
         outputs = [array.copy() for array in row.outputs] if self._copies else row.outputs
         try:
@@ -416,7 +417,7 @@ class CapturedRows(TorchRLRows):
                     lock.release()
         except Exception as cause:
             reraise("env.step", cause)
-        # Whoever wraps us has added leaves of his own behind ours.
+        # An env around this one may have added leaves behind these.
         for array, value in zip((*row.next[: self._mine], *row.rewards), values):
             array[...] = value if self._flat else value.reshape(array.shape)
         done = values[self._done_at]
@@ -431,7 +432,7 @@ class CapturedRows(TorchRLRows):
         except Exception as cause:
             reraise("env.reset", cause)
         finally:
-            self.driver = driver  # they were moved by us, not by hand
+            self.driver = driver  # the lanes were moved here, not by hand
         over = done.reshape(self.spec.lanes)
         row.done[:] = over
         for flag, column in (("terminated", row.terminated), ("truncated", row.truncated)):
@@ -445,22 +446,22 @@ class CapturedRows(TorchRLRows):
         if leaves is None or seeds is not None or lanes is not self._ended:
             return super().reset(lanes, into, seeds)
         which = lanes[0] if len(lanes) == 1 else lanes
-        for at, array in zip(self._shown_at, into):  # they have begun anew already
+        for at, array in zip(self._shown_at, into):  # `step` has reset these lanes already
             array[which] = leaves[at].reshape(array.shape)[which]
         self.unseen, self._ended = False, []
         return None
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
+        keeping_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
 
     def _begin_lanes(self, done: Array, ends: bytes) -> None:
-        """Reset the lanes that are done, as TorchRL does after a step. `ends` are the same as bytes."""
+        """Reset the lanes that are done, as TorchRL does after a step. `ends` is `done` as bytes."""
         assert self._leaves is not None
-        # Resets of some lanes of one base mostly differ in the mask alone; all others are told apart by their lanes.
-        partly = self._alike and len(self._bases) == 1 and 0 in ends
+        # Resets of some lanes of a single base mostly differ in the mask alone; others are recorded per set of lanes.
+        partly = self._one_recording and len(self._bases) == 1 and 0 in ends
         pattern = b"" if partly else ends
         known = self._resets.get(pattern, 0)
-        if isinstance(known, _Reset) and (self._ready(known, done, ends) if partly else self._bound(known)):
+        if isinstance(known, _Reset) and (self._bind_masked(known, done, ends) if partly else self._bind(known)):
             for lock in self._locks:
                 lock.acquire()
             try:
@@ -477,25 +478,25 @@ class CapturedRows(TorchRLRows):
         if 0 < count < _RESETS or len(self._resets) >= _PATTERNS or self._parts(*_RESET_IN_PYTHON):
             self._resets[pattern] = count
             return
-        self._resets[pattern] = -1  # not tried again, if it fails
+        self._resets[pattern] = -1  # if recording fails, it is not tried again
         if count == _RESETS:
-            with contextlib.suppress(Exception):  # whatever transforms make of a recording: TorchRL resets
+            with contextlib.suppress(Exception):  # a transform may raise while it is recorded: TorchRL resets
                 mask, due = torch.from_numpy(done.copy()), [base.due for base in self._bases]
                 captured = self._recorded(self._reset_of(mask), self._first_of(before))
                 self._resets[pattern] = _Reset(captured, mask, due)
 
-    def _bound(self, reset: _Reset) -> bool:
-        """Get a recorded reset ready, of the very lanes it was recorded with. False: TorchRL must make this one."""
+    def _bind(self, reset: _Reset) -> bool:
+        """Prepare a recorded reset for the lanes it was recorded with; False: TorchRL must make this reset."""
         for base, due in zip(self._bases, reset.due):
             base.due = due
         if reset.bound != self._rollouts:
             reset.bound = self._rollouts if reset.captured.bind() else -1
         return reset.bound == self._rollouts
 
-    def _ready(self, reset: _Reset, done: Array, lanes: bytes) -> bool:
-        """Get a recorded reset ready for these lanes of the one base. False: TorchRL must make this one."""
+    def _bind_masked(self, reset: _Reset, done: Array, lanes: bytes) -> bool:
+        """Prepare a recorded reset for these lanes of the single base; False: TorchRL must make this reset."""
         mask, (base,) = reset.mask.numpy(), self._bases
-        if reset.proved and reset.bound == self._rollouts and lanes in reset.runs:
+        if reset.checked and reset.bound == self._rollouts and lanes in reset.runs:
             mask[...] = done
             reset.captured.run, base.due = reset.runs[lanes]
             return True
@@ -506,29 +507,29 @@ class CapturedRows(TorchRLRows):
         if anew:
             reset.begin()
         if not reset.captured.bind(look=anew):
-            self._alike = not other  # it is the mask that decides, if another one was bound
+            self._one_recording = not other  # where the mask was changed, that is taken for the reason
             return False
         reset.bound = self._rollouts
         reset.keep(lanes, base.due)
-        if other and not reset.proved:  # that the mask decides nothing else is looked at once
+        if other and not reset.checked:  # check once that the recording holds for another mask
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
             before = position()
             try:
-                reset.proved = reset.captured.agrees(probe)
+                reset.checked = reset.captured.agrees(probe)
             finally:
                 base.given = ()
                 put_back(before)
-            if not reset.proved:
-                self._alike = False
+            if not reset.checked:
+                self._one_recording = False
                 return False
         return True
 
     def _first_of(self, before: Sequence[Tensor]) -> list[Tensor]:
-        """What a reset is recorded with: the root, and what each base would begin with."""
+        """Return the values a reset is recorded with: the root's, and the first observations of each base."""
         return [*before, *(value.clone() for base in self._bases for value in base.first)]
 
     def _reset_of(self, over: Tensor) -> Callable[..., list[Tensor]]:
-        """TorchRL's `maybe_reset` of the lanes that are `over`."""
+        """Return TorchRL's `maybe_reset` of the lanes in `over`, as a function of tensors."""
         env = self.env
         sizes = [len(base.first) for base in self._bases]
 
@@ -539,7 +540,7 @@ class CapturedRows(TorchRLRows):
             at = len(self._root_keys)
             for base, size in zip(self._bases, sizes):
                 base.given, at = values[at : at + size], at + size
-            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}), self._asking():
+            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}), self._recording_asks():
                 root = env.maybe_reset(td)
             return [root.get(key) for key in self._root_keys]
 
@@ -558,18 +559,18 @@ class CapturedRows(TorchRLRows):
                     base.given = ()
 
     def _plain_step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        """TorchRL's step; lanes that end are reset as always, so that it is known what each began with."""
+        """Make TorchRL's step, but reset lanes through reap, so that their first observations are known."""
         with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
             return super().step(lanes, row)
 
     def _torchrl_step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        """TorchRL's step, and the recording of the next ones."""
+        """Make TorchRL's step, then try to capture it for the next steps."""
         if not self.captures or self._overridden():
             return super().step(lanes, row)
         if self._tries >= _TRIES:
             return self._plain_step(lanes, row)
         before = self.root.copy()
-        with _in_place_of("_step", {base: base.watched for base in self._bases}):
+        with _in_place_of("_step", {base: base.step_and_keep for base in self._bases}):
             ended = self._plain_step(lanes, row)
         self._tries += 1
         driver = self.driver
@@ -578,18 +579,18 @@ class CapturedRows(TorchRLRows):
             self.why = None
         except NotCaptured as reason:
             self.why, self._tries = str(reason), _TRIES
-        except Exception as cause:  # whatever transforms make of a recording: TorchRL steps on
+        except Exception as cause:  # a transform may raise while it is recorded: TorchRL steps on
             self.why, self._tries = f"recording it raised {cause!r}", _TRIES
         finally:
-            self.driver = driver  # they were moved by us, not by hand
+            self.driver = driver  # the lanes were moved here, not by hand
         return ended
 
     def _capture(self, before: TensorDictBase, row: Row) -> None:
-        if (why := not_replayable(self._transforms())) is not None:  # put there since
+        if (why := not_replayable(self._transforms())) is not None:  # a part was added since
             raise NotCaptured(why)
         env, outputs = self.env, list(self._outputs)
         own = {as_key(key) for key in outputs}
-        own -= self.spec.observation.keys()  # a policy may write over what an env carries
+        own -= self.spec.observation.keys()  # a policy may overwrite what an env carries
         self._root_keys = [key for key in before.keys(True, True) if as_key(key) not in own]
         sizes = [len(base.stepped) for base in self._bases]
         observation, rewards = list(self.spec.observation), list(self.spec.reward)
@@ -601,7 +602,7 @@ class CapturedRows(TorchRLRows):
             at = len(self._root_keys) + len(outputs)
             for base, size in zip(self._bases, sizes):
                 base.given, at = values[at : at + size], at + size
-            with _in_place_of("_step", {base: base.stand_in for base in self._bases}), self._asking():
+            with _in_place_of("_step", {base: base.stand_in for base in self._bases}), self._recording_asks():
                 stepped = env.step(td)
             next_ = stepped.get("next")
             root = torchrl_internals.next_root(env, stepped)
@@ -612,7 +613,7 @@ class CapturedRows(TorchRLRows):
             found += [root.get(key) for key in self._root_keys]
             return [*found, *(action for base in self._bases for action in base.asked)]
 
-        self._acted = [as_key(key) for key in outputs]
+        self._recorded_keys = [as_key(key) for key in outputs]
         leaves = [before.get(key) for key in self._root_keys]
         acted = [torch.from_numpy(array.copy()) for array in row.outputs]
         first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
@@ -623,7 +624,7 @@ class CapturedRows(TorchRLRows):
         self._done_at = self._flag_at["done"]
         self._after_at = flags_at + len(self._flags)
         self._after_to = self._after_at + len(self._root_keys)
-        # What a step leaves for the next in the memory of what it was given must be memory of its own.
+        # A value for the next step that lies in memory this step was given must get memory of its own.
         self._copies = any(captured.aliases[self._after_at : self._after_to])
         locks = {id(lock): lock for t in transforms for part in t.modules() if (lock := getattr(part, "lock", None))}
         self._locks = list(locks.values())
@@ -636,18 +637,18 @@ class CapturedRows(TorchRLRows):
         self._choose()
 
     def _choose(self) -> None:
-        """Find what the recorded step takes among the root's values and the policy's outputs, as they are now."""
+        """Choose which of the root's values and of the policy's current outputs the recorded step takes."""
         assert self._captured is not None
         outputs = [as_key(key) for key in self._outputs]
         root = len(self._root_keys)
-        places = [i if i < root else root + outputs.index(self._acted[i - root]) for i in self._captured.used]
+        places = [i if i < root else root + outputs.index(self._recorded_keys[i - root]) for i in self._captured.used]
         self._pick = operator.itemgetter(*places) if len(places) > 1 else lambda given: [given[i] for i in places]
 
 
 class _Lives:
-    """Asks how many lives are left, as an EndOfLifeTransform does.
+    """Returns how many lives are left, as an EndOfLifeTransform finds them.
 
-    The way to the game is looked for before each rollout: TorchRL looks for it at each step, which takes 0.5 ms.
+    The path to the game is resolved before each rollout; TorchRL resolves it at each step, which takes 0.5 ms.
     """
 
     def __init__(self, part: Any) -> None:
@@ -655,7 +656,7 @@ class _Lives:
         self.look()
 
     def look(self) -> None:
-        """Find the game, if it is a single one of Gymnasium's."""
+        """Find the game, if the env is a single Gymnasium env."""
         (first, *self._names), base = self._part.eol_attribute, self._part.parent.base_env
         self._game = None
         if first == "unwrapped" and self._names and isinstance(torchrl_internals.gymnasium_env(base), gym.Env):
@@ -670,15 +671,15 @@ class _Lives:
         return (np.asarray(found() if callable(found) else found, np.int64),)
 
 
-def watching_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
-    """What `call` returns, which lets TorchRL reset envs; each base learns what came of it."""
-    with _in_place_of("_reset", {base: base.watched_reset for base in bases}):
+def keeping_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
+    """Return what `call` returns, and have each base keep the results of resets that TorchRL makes in it."""
+    with _in_place_of("_reset", {base: base.reset_and_keep for base in bases}):
         return call()
 
 
 @contextlib.contextmanager
 def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Iterator[None]:
-    """Let TorchRL's code call these in place of `_step` or `_reset` of each base."""
+    """Have TorchRL's code call these functions in place of each base's `_step` or `_reset`."""
     for base, stand_in in stand_ins.items():
         base.env.__dict__[verb] = stand_in
     try:
@@ -689,7 +690,7 @@ def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Ite
 
 
 def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
-    """Other values of the same kinds: a step that is captured must be the same for these."""
+    """Return other values of the same kinds, for which step and replay must agree, too."""
     varied, chance = [], probe_generator(by)
     for value in values:
         if value.dtype is torch.bool:

@@ -1,6 +1,6 @@
-"""TorchRL's envs whose steps no row has room for: text, objects, ragged tensors, lazy stacks.
+"""TorchRL's envs whose steps do not fit into rows: text, objects, ragged tensors, lazy stacks.
 
-root TensorDict ──► policy ──► env.step_and_maybe_reset ──► the frame, kept as it is
+root TensorDict ──► policy ──► env.step_and_maybe_reset ──► the frame, kept unchanged
      ▲                                  │
      └────────── next root ◄────────────┘
 """
@@ -28,11 +28,11 @@ from reap.envs.torchrl.rows import TorchRLEnv
 from reap.errors import UsageError, WorkerRaised, reraise
 from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_key, show_keys
 
-_NUMBER: Key = ("_reward",)  # what statistics are made of
+_NUMBER: Key = ("_reward",)  # one number per lane, for statistics
 
 
 class FramePolicy(Policy):
-    """Acts on the env's own TensorDict: `swap` puts what `call` makes of it in its place."""
+    """Acts on the env's own TensorDict: `swap` calls the policy on it and replaces it by the result."""
 
     outputs: Mapping[Key, Any] = {}
 
@@ -44,7 +44,7 @@ class FramePolicy(Policy):
 
 
 class TorchRLFrames(TorchRLEnv):
-    """A TorchRL env whose steps are kept whole."""
+    """A TorchRL env whose steps are kept as whole frames."""
 
     def __init__(self, env: Any, root: TensorDictBase) -> None:
         size = tuple(env.batch_size)
@@ -99,7 +99,7 @@ class TorchRLFrames(TorchRLEnv):
             out = call(given)
             if device is not None:
                 out = (given if out is None else out).to(self.env.device or "cpu")
-            if out is not None and out is not self.root:  # another one, maybe of its outputs alone: the env needs all
+            if out is not None and out is not self.root:  # a new one, maybe of outputs alone: the env needs all keys
                 self.root = self.root.update(out)
 
         return FramePolicy(call, swap)
@@ -118,7 +118,7 @@ class TorchRLFrames(TorchRLEnv):
         return self._ended
 
     def _number(self, reached: TensorDictBase) -> Any:
-        """One number per lane for the statistics."""
+        """Return one number per lane for the statistics: the mean of its first reward."""
         reward = reached.get(self.env.reward_keys[0], None) if self.env.reward_keys else None
         if not isinstance(reward, torch.Tensor):
             return 0.0
@@ -126,7 +126,7 @@ class TorchRLFrames(TorchRLEnv):
 
 
 def _on_columns(model: Any, reads: Sequence[Key], action: Sequence[Key]) -> Callable[[TensorDictBase], Any]:
-    """A policy of plain values on a TensorDict, which gets all it returns."""
+    """Turn a policy of plain values into one that reads a TensorDict and writes all its outputs there."""
 
     def call(td: TensorDictBase) -> Any:
         return td.update(tree_of(by_name(model(*[td.get(key) for key in reads]), action)))
@@ -135,5 +135,5 @@ def _on_columns(model: Any, reads: Sequence[Key], action: Sequence[Key]) -> Call
 
 
 def _returning_names(call: Callable[[Any], Any]) -> Callable[[TensorDictBase], Any]:
-    """A policy that takes a TensorDict and returns its outputs by name in another form."""
+    """Turn a policy that returns its outputs by name into one that writes them into the TensorDict it was given."""
     return lambda td: td.update(tree_of(by_name(call(td))))

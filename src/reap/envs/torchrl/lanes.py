@@ -1,14 +1,14 @@
-"""TorchRL's envs: every `EnvBase`, as it is.
+"""TorchRL's envs as lanes: chooses how each `EnvBase` is stepped.
 
     a bare GymEnv, or a SerialEnv of them     the Gymnasium envs inside are stepped directly (WrappedGym)
-    a ParallelEnv                             its envs are stepped in env processes of reap's (ParallelLanes)
+    a ParallelEnv                             its envs are stepped in reap's env processes (ParallelLanes)
     one of these below transforms             CapturedRows: the transforms' torch calls are replayed around the envs
     tensors of fixed shapes                   TorchRLRows: TorchRL steps, results are written into slots
     text, objects, ragged, lazy stacks        TorchRLFrames: TorchRL steps, its frames are kept and stacked
 
 Where TorchRL steps, it also decides about resets, in `step_and_maybe_reset`, as it does in its own collectors: an agent
-or a lane begins anew when the env says so, and transforms see what they always see. A captured step makes the same
-resets. torchrl is imported here and in `_foreign/torchrl_internals.py`, when one of its envs is at hand.
+or a lane is reset when the env says so, and transforms see the same calls as there. A captured step makes the same
+resets. torchrl is imported here and in `_foreign/torchrl_internals.py`, and only once an env of TorchRL's is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
 from reap.envs.step_limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl.by_hand import replaced, taken_back
-from reap.envs.torchrl.captured import Base, CapturedRows, not_replayable, watching_resets
+from reap.envs.torchrl.captured import Base, CapturedRows, keeping_resets, not_replayable
 from reap.envs.torchrl.frames import TorchRLFrames
 from reap.envs.torchrl.rows import OfTorchRL, TorchRLCells, TorchRLEnv, TorchRLRows, looks_like, torchrl_columns
 from reap.errors import UsageError, WrongState
@@ -35,12 +35,14 @@ from reap.spec import Key, Leaf, as_key, show_keys
 
 
 def is_torchrl(source: Any) -> bool:
-    """Whether this is an env of TorchRL's."""
+    """Return whether this is an env of TorchRL's."""
     return any(c.__name__ == "EnvBase" and c.__module__.startswith("torchrl.") for c in type(source).__mro__)
 
 
 def _share_state(creator: Any) -> None:
-    """Have what an `EnvCreator` gives to all its envs in shared memory, as it is asked to: statistics of a VecNorm."""
+    """Move the state that an `EnvCreator` shares among its envs (VecNorm's statistics) into shared memory, if it is
+    asked to.
+    """
 
     def share(state: Any) -> None:
         for value in state.values():
@@ -59,14 +61,14 @@ before_packing("torchrl.envs.env_creator", "EnvCreator", _share_state)
 def torchrl_lanes(
     env: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None, count: Key = STEP_COUNT
 ) -> Env:
-    """A TorchRL env as lanes the engine can step; episodes of at most `limit` steps, counted under `count`."""
+    """Return a TorchRL env as lanes; with `limit`, episodes have at most that many steps, counted under `count`."""
     if kwargs:
         if not hasattr(env, "update_kwargs"):
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory; this {type(env).__name__} is made")
         env.update_kwargs(dict(kwargs))
-    inside, left = _gymnasium(env), None
+    inside, left = _gymnasium_lanes(env), None
     if inside is None and _is_parallel(env):
-        from reap.envs.torchrl.parallel import NotTakenOver, parallel_lanes  # whose processes ask for lanes again
+        from reap.envs.torchrl.parallel import NotTakenOver, parallel_lanes  # late: its imports lead back here
 
         try:
             inside = parallel_lanes(env)
@@ -74,23 +76,23 @@ def torchrl_lanes(
             left = str(reason)
     if inside is not None:
         return inside if limit is None else StepLimit(inside, limit, count)
-    return _stepped(env if limit is None else _limited(env, limit, count), left=left)
+    return _lanes_for(env if limit is None else _limited(env, limit, count), left=left)
 
 
 def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
-    """Single envs, each made already, as lanes of one that TorchRL steps one after another."""
+    """Return single envs, already built, as the lanes of a SerialEnv, which steps them one after another."""
     from torchrl.envs import SerialEnv
 
     env = SerialEnv(len(parts), [lambda env=part.env: env for part in parts])
-    return _stepped(env, torch.stack([part.root for part in parts]))  # begun already, each by itself
+    return _lanes_for(env, torch.stack([part.root for part in parts]))  # each was reset already
 
 
-def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = None) -> Env:
-    """TorchRL steps; rows where everything has its place in a row, frames where not.
+def _lanes_for(env: Any, root: TensorDictBase | None = None, left: str | None = None) -> Env:
+    """Return lanes for a TorchRL env: captured if possible, else stepped by TorchRL, as rows or as whole frames.
 
-    `root`: where it is, if begun. `left`: why nobody else steps what is inside, if that is known.
+    `root`: the env's state, if it was reset already. `left`: why reap does not step what is inside, if that is known.
     """
-    _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
+    _ = env.output_spec  # before the reset: primers take their shapes from whichever comes first
     bases: list[Base] = []
     transformed: list[Any] = []
     if root is None and left is None:
@@ -101,7 +103,7 @@ def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = No
                 return found
         for base in bases:
             if _is_parallel(base.env):
-                base.lanes.close()  # TorchRL's own workers do what is left
+                base.lanes.close()  # TorchRL uses workers of its own then
     if root is None:
         root = env.reset()
     columns = torchrl_columns(env, root)
@@ -111,8 +113,8 @@ def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = No
 
 
 def _captured(env: Any, bases: Sequence[Base], transformed: Sequence[Any]) -> Env | None:
-    """A transformed env whose transforms can be captured, if all it reports has its place in a row."""
-    root = watching_resets(bases, env.reset)
+    """Return the captured form of a transformed env; None if something it reports has no place in a row."""
+    root = keeping_resets(bases, env.reset)
     columns = torchrl_columns(env, root)
     if columns is not None and "done" in columns.flags and not columns.ends:
         return CapturedRows(env, root, columns, bases, transformed)
@@ -120,7 +122,7 @@ def _captured(env: Any, bases: Sequence[Base], transformed: Sequence[Any]) -> En
 
 
 def torchrl_cells(env: Env) -> Env:
-    """An env whose frames would be kept whole, with texts and objects as columns where that is all they need."""
+    """Return an env with columns of texts and objects in place of whole frames, where these suffice; else `env`."""
     if not isinstance(env, TorchRLFrames) or env.spec.batched:
         return env
     columns = torchrl_columns(env.env, env.root, cells=True)
@@ -131,7 +133,7 @@ def _find_bases(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
     """Collect the innermost envs and the transformed ones around them; return why reap cannot step them, or None."""
     from torchrl.envs import SerialEnv, TransformedEnv
 
-    lanes = _gymnasium(env)
+    lanes = _gymnasium_lanes(env)
     if lanes is not None:
         bases.append(Base(env, lanes))
         return None
@@ -150,10 +152,10 @@ def _find_bases(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
 
 
 def _find_parallel_base(env: Any, bases: list[Base], transformed: Sequence[Any]) -> str | None:
-    """Take a ParallelEnv below transforms over; or say why not."""
+    """Take over the workers of a ParallelEnv below transforms; returns why that cannot be done, or None."""
     from reap.envs.torchrl.parallel import NotTakenOver, ParallelBase, parallel_lanes
 
-    # Its workers carry these from step to step, and would be told what a transform out here makes of them.
+    # The workers carry these from step to step, and would be sent what a transform on this side makes of them.
     carried = set(map(as_key, env.full_state_spec.keys(True, True)))
     around = [part for outer in transformed for part in outer.transform.modules() if hasattr(part, "out_keys")]
     written = {as_key(key) for part in around for key in _writes(part)}
@@ -168,8 +170,8 @@ def _find_parallel_base(env: Any, bases: list[Base], transformed: Sequence[Any])
 
 
 def _writes(transform: Any) -> Iterator[Any]:
-    """The keys a transform may write: all it names, but those it only reads."""
-    yield from transform.out_keys or ()  # some look them up when they are asked
+    """Yield the keys that a transform may write: all that its attributes name, except those it only reads."""
+    yield from transform.out_keys or ()  # some transforms compute them when they are read
     for name, value in vars(transform).items():
         if name not in torchrl_internals.READS:
             for key in value if isinstance(value, (list, tuple)) else (value,):
@@ -184,7 +186,7 @@ def _is_parallel(env: Any) -> bool:
 
 
 def _limited(env: Any, limit: int, count: Key) -> Any:
-    """The env with episodes of at most so many steps, counted by TorchRL's own transform."""
+    """Return the env with episodes of at most `limit` steps, counted by TorchRL's StepCounter."""
     from torchrl.envs import StepCounter, TransformedEnv
 
     if count[0] in env.observation_spec.keys(True, True):
@@ -193,7 +195,7 @@ def _limited(env: Any, limit: int, count: Key) -> Any:
 
 
 class WrappedGym(OfTorchRL, GymLanes):
-    """The Gymnasium envs inside TorchRL's; closing and state are the outer env's."""
+    """The Gymnasium envs inside a TorchRL env, stepped directly; `close` closes the outer env."""
 
     def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
         super().__init__(envs, categorical=categorical, batched=batched, truncates=True)
@@ -207,7 +209,7 @@ class WrappedGym(OfTorchRL, GymLanes):
         return lanes
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        if action is self._expected:  # as in the last rollout, and nobody has stepped it by hand since
+        if action is self._expected:  # as in the last rollout, and not called by hand since
             return
         super().expect(action)
         self._expected = action
@@ -217,8 +219,8 @@ class WrappedGym(OfTorchRL, GymLanes):
         self.outer.close(raise_if_closed=False)
 
 
-def _gymnasium(env: Any) -> Env | None:
-    """The Gymnasium envs inside, if there is nothing around them and their data would be the same."""
+def _gymnasium_lanes(env: Any) -> Env | None:
+    """Return lanes of the Gymnasium envs inside, if nothing is around them and their data would be the same."""
     from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 
     one = type(env) in (GymEnv, GymWrapper)
@@ -230,7 +232,7 @@ def _gymnasium(env: Any) -> Env | None:
         inside = torchrl_internals.serial_envs(env)
     else:
         return None
-    raw = [found for child in inside if (found := _bare(child, (GymEnv, GymWrapper))) is not None]
+    raw = [found for child in inside if (found := _plain_gymnasium(child, (GymEnv, GymWrapper))) is not None]
     if len(raw) < len(inside) or any(replaced(one, torchrl_internals.MOVES) for one in (env, *inside)):
         return None
     kinds = {torchrl_internals.takes_categories(child) for child in inside}
@@ -244,7 +246,7 @@ def _gymnasium(env: Any) -> Env | None:
     return lanes if looks_like(lanes.spec, env) else None
 
 
-def _bare(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
+def _plain_gymnasium(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
     if type(env) not in kinds:
         return None
     inner = torchrl_internals.gymnasium_env(env)

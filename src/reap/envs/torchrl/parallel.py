@@ -1,12 +1,12 @@
 """TorchRL's ParallelEnv on reap's env processes.
 
-    collecting   row of a slot ──► reap's env processes ──► the same row        (ProcessLanes; TorchRL sees nothing)
+    collecting   row of a slot ──► reap's env processes ──► the same row        (ProcessLanes; without TorchRL)
     by hand      env.reset(), env.step(td), env.state_dict(), env.any_attribute
                     └──► TorchRL's own parent code ──► Channel ──► the same processes, which answer as its workers would
 
-The env object stays the user's. Its workers are ours: TorchRL's are never started, and where `set_seed` has started
-them already, but nothing else was done with them, ours take their place with the same seeds. It is TorchRL's own again
-when the lanes are closed.
+The env object stays the user's, with reap's processes as its workers. TorchRL's workers are never started; if
+`set_seed` has started them already, and nothing else was done with them, reap's processes replace them with the same
+seeds. When the lanes are closed, the env is TorchRL's own again.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ from reap.envs.torchrl.rows import OfTorchRL, looks_like
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
-_MOVES = ("reset", "step", "step_and_maybe_reset", "seed")  # commands after which lanes are elsewhere
+_MOVES = ("reset", "step", "step_and_maybe_reset", "seed")  # commands that move the lanes
 
 
 class NotTakenOver(UsageError):
-    """This ParallelEnv is left to TorchRL, for the reason it says."""
+    """This ParallelEnv is left to TorchRL, for the reason in the message."""
 
 
 class NeedsOwnProcess(NotTakenOver):
-    """So many of these envs cannot be in one process: nobody knows what they share there."""
+    """Each of these envs needs a process of its own, since they may share state inside one."""
 
 
 class Recipe(NamedTuple):
-    """How a process makes the env of one of TorchRL's workers."""
+    """How a process builds the env of one of TorchRL's workers."""
 
     make: Callable[..., Any]
     keywords: Mapping[str, Any]
-    seed: int | None  # it is seeded with this, as TorchRL's worker was
-    running: bool  # TorchRL's worker was there already
-    shared: bool  # it shares its process with others
-    below: bool  # there are transforms around TorchRL's ParallelEnv
+    seed: int | None  # the seed that TorchRL's worker was given, if any
+    running: bool  # whether TorchRL's worker was running already
+    shared: bool  # whether the env shares its process with others
+    below: bool  # whether there are transforms around TorchRL's ParallelEnv
 
 
 def parallel_lanes(env: Any, *, below: bool = False) -> ParallelLanes:
-    """A TorchRL ParallelEnv as lanes in reap's processes; `NotTakenOver` where that would not be the same.
+    """Return a TorchRL ParallelEnv as lanes in reap's processes; `NotTakenOver` if the results could differ.
 
-    `below`: there are transforms around it.
+    `below`: whether there are transforms around it.
     """
-    running = _refused(env)
+    running = _check_takeover(env)
     seeds = torchrl_internals.seeds_of(env) if running else [None] * env.num_workers
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        lanes = _started(env, min(env.num_workers, most), seeds, running, below)
+        lanes = _start_lanes(env, min(env.num_workers, most), seeds, running, below)
     except NeedsOwnProcess:
-        lanes = _started(env, env.num_workers, seeds, running, below)
+        lanes = _start_lanes(env, env.num_workers, seeds, running, below)
     if running:
         env.close()
     lanes.take_over()
     return lanes
 
 
-def _refused(env: Any) -> bool:
-    """Whether TorchRL's workers are running; `NotTakenOver` for what is known before any env is made."""
+def _check_takeover(env: Any) -> bool:
+    """Return whether TorchRL's workers are running; `NotTakenOver` for reasons known before any env is built."""
     if not torchrl_internals.is_known_parallel(type(env)):
         raise NotTakenOver("this version of TorchRL has its workers in another way")
     if replaced(env, torchrl_internals.MOVES_OF_PARALLEL):
@@ -95,8 +95,8 @@ def _refused(env: Any) -> bool:
     return True
 
 
-def _started(env: Any, processes: int, seeds: Sequence[int | None], running: bool, below: bool) -> ParallelLanes:
-    from reap.envs.torchrl.parallel_child import TorchRLChild  # which asks for lanes again, in the process
+def _start_lanes(env: Any, processes: int, seeds: Sequence[int | None], running: bool, below: bool) -> ParallelLanes:
+    from reap.envs.torchrl.parallel_child import TorchRLChild  # late: it imports this module
 
     shared = processes < env.num_workers
     recipes = [
@@ -110,17 +110,17 @@ def _started(env: Any, processes: int, seeds: Sequence[int | None], running: boo
         return ParallelLanes(env, shares, child=TorchRLChild, start_method=start, threads=env.num_sub_threads)
     except NotTakenOver:
         raise
-    except (UsageError, WorkerError) as cause:  # what only a fork could take along, envs that differ: TorchRL may try
+    except (UsageError, WorkerError) as cause:  # envs that differ, factories only a fork can pass on: TorchRL may try
         raise NotTakenOver(f"in a process of reap's its envs could not be made: {cause}") from cause
 
 
 class ParallelLanes(OfTorchRL, ProcessLanes):
-    """The workers of TorchRL's `outer`, as lanes."""
+    """The envs of TorchRL's ParallelEnv `outer`, as lanes in reap's processes."""
 
     _rebuilds = False
 
     def __init__(self, outer: Any, shares: Sequence[Any], **options: Any) -> None:
-        self.outer = None  # before there is something to close
+        self.outer = None  # first: `close` reads it
         super().__init__(shares, **options)
         if not looks_like(self.spec, outer):
             self.close()
@@ -128,33 +128,33 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
         self.outer = outer
         size = tuple(outer.batch_size)
         look = replace(self.spec.look, contiguous=True, dims=size if len(size) > 1 else None)
-        self.spec = replace(self.spec, look=look)  # as from TorchRL's collectors
-        self._each = self.spec.lanes // outer.num_workers  # lanes of a worker
+        self.spec = replace(self.spec, look=look)  # batches as from TorchRL's collectors
+        self._each = self.spec.lanes // outer.num_workers  # lanes per worker
         self.draws = False
-        self._of = [(process, n) for process, share in zip(self.processes, shares) for n in range(len(share))]
-        self._asked: dict[int, tuple[Any, int]] = {}  # by worker: a command of TorchRL's and its number
-        self.stepped_by: str | None = None  # how the last step was made: in a "row", or by TorchRL's "command"
+        self._process_of = [(process, n) for process, share in zip(self.processes, shares) for n in range(len(share))]
+        self._calls: dict[int, tuple[Any, int]] = {}  # by worker: a command of TorchRL's and the number of its call
+        self.stepped_by: str | None = None  # what made the last step: a "row", or a "command" of TorchRL's
         self._captures = True
         self._carried = frozenset(map(as_key, outer.full_state_spec.keys(True, True)))
-        self._passed: list[Key] = []  # of what the policy writes, next values of what the workers carry
-        self._passed_at: list[tuple[int, int]] = []  # where each is among its outputs, and among the observations
+        self._passed: list[Key] = []  # those policy outputs that are next values of what the workers carry
+        self._passed_at: list[tuple[int, int]] = []  # the index of each among outputs, and among observations
 
     def take_over(self) -> None:
-        """From now on TorchRL's object sees our processes as its workers."""
+        """Make reap's processes the workers of TorchRL's object."""
         env, count = self.outer, self.outer.num_workers
         torchrl_internals.give_workers(
             env,
             [Channel(self, n) for n in range(count)],
             [WorkerProcess(self, n) for n in range(count)],
             [LoadedEvent(self, n) for n in range(count)],
-            {name: _Instead(self, name) for name in (torchrl_internals.SHUT_DOWN, torchrl_internals.WAIT)},
+            {name: _ReplacedMethod(self, name) for name in (torchrl_internals.SHUT_DOWN, torchrl_internals.WAIT)},
         )
         vars(env)[SEEDED_BY_RESET] = True
 
     def let_go(self) -> None:
-        """It is TorchRL's own again, and closed."""
+        """Undo `take_over`: the env object is TorchRL's own again, and closed."""
         env, self.outer = self.outer, None
-        if env is None or not isinstance(vars(env).get(torchrl_internals.SHUT_DOWN), _Instead):
+        if env is None or not isinstance(vars(env).get(torchrl_internals.SHUT_DOWN), _ReplacedMethod):
             return
         taken_back(env)
         vars(env).pop(SEEDED_BY_RESET, None)
@@ -162,8 +162,8 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
 
     # ---- TorchRL's commands -----------------------------------------------------------------------------------------
 
-    def tell(self, worker: int, command: Any, data: Any) -> None:
-        """Send a command of TorchRL's to one of its workers."""
+    def send_command(self, worker: int, command: Any, data: Any) -> None:
+        """Send one of TorchRL's commands to the process of a worker."""
         shared = self.outer.shared_tensordicts[worker]
         root = shared.exclude("next")
         if command == "reset":
@@ -174,18 +174,18 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
             data = root.clone()
             if passed is not None:
                 data.set("next", shared.get("next").select(*passed).clone())
-        process, number = self._of[worker]
+        process, number = self._process_of[worker]
         if process.owes:
             self._settle(process)
         if command in _MOVES:
             self._fresh[worker * self._each : (worker + 1) * self._each] = False
             self.stepped_by = "command" if command.startswith("step") else None
-        self._asked[worker] = command, process.ask("torchrl", number, command, data)
+        self._calls[worker] = command, process.ask("torchrl", number, command, data)
 
-    def heard(self, worker: int) -> Any:
-        """The answer of a worker, which is waited for; results of steps and resets go to where TorchRL looks."""
-        command, number = self._asked.pop(worker)
-        (value,) = self._of[worker][0].answer(number)
+    def receive_answer(self, worker: int) -> Any:
+        """Wait for a worker's answer and return it; results of steps and resets go to where TorchRL looks for them."""
+        command, number = self._calls.pop(worker)
+        (value,) = self._process_of[worker][0].answer(number)
         env = self.outer
         shared = env.shared_tensordicts[worker]
         if command == "reset":
@@ -199,10 +199,10 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
         name = "_".join(command) if isinstance(command, (tuple, list)) else command
         return (name if command == "state_dict" else f"{name}_done"), value
 
-    def hear_all(self) -> None:
-        """Wait for everybody who was told something."""
-        for worker in list(self._asked):
-            self.heard(worker)
+    def receive_all(self) -> None:
+        """Wait for all workers that were sent a command."""
+        for worker in list(self._calls):
+            self.receive_answer(worker)
 
     # ---- the env ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
         return [*self.spec.action, *self._next_values(outputs)]
 
     def _next_values(self, outputs: Collection[Key]) -> list[Key]:
-        """Of what a policy writes, next values of what the workers carry from step to step: recurrent states."""
+        """Return the policy outputs that are next values of what the workers carry: recurrent states."""
         return [key for key in outputs if key[0] == "next" and key[1:] in self._carried]
 
     def explain(self) -> str:
@@ -270,15 +270,15 @@ class Channel:
         self._lanes, self._worker = weakref.ref(lanes), worker
 
     def send(self, message: tuple[Any, Any]) -> None:
-        self._there().tell(self._worker, *message)
+        self._open_lanes().send_command(self._worker, *message)
 
     def recv(self) -> Any:
-        return self._there().heard(self._worker)
+        return self._open_lanes().receive_answer(self._worker)
 
     def close(self) -> None:
         pass
 
-    def _there(self) -> ParallelLanes:
+    def _open_lanes(self) -> ParallelLanes:
         lanes = self._lanes()
         if lanes is None or lanes.outer is None:
             raise WrongState("the collector this ParallelEnv was given to is shut down; its processes have ended")
@@ -297,7 +297,7 @@ class LoadedEvent(Channel):
 
 
 class WorkerProcess(Channel):
-    """What TorchRL takes for a worker's process. Of its death we tell ourselves when something is asked of it."""
+    """What TorchRL takes for a worker's process. If the process has died, the next command raises reap's error."""
 
     _closed = False
     exitcode = None
@@ -307,13 +307,13 @@ class WorkerProcess(Channel):
 
     @property
     def pid(self) -> int | None:
-        """Of the process its env lives in."""
-        pid: int | None = self._there()._of[self._worker][0].child.pid
+        """The id of the process that holds the worker's env."""
+        pid: int | None = self._open_lanes()._process_of[self._worker][0].child.pid
         return pid
 
 
-class _Instead:
-    """One of our methods in the object, in place of its class's; a copy of the object has none."""
+class _ReplacedMethod:
+    """Replaces one of the env object's methods while its workers are reap's; the object cannot be copied meanwhile."""
 
     def __init__(self, lanes: ParallelLanes, name: str) -> None:
         self._lanes, self._name = weakref.ref(lanes), name
@@ -321,14 +321,14 @@ class _Instead:
     def __call__(self, workers: Sequence[int] = ()) -> None:
         lanes = self._lanes()
         if lanes is not None:
-            lanes.close() if self._name == torchrl_internals.SHUT_DOWN else lanes.hear_all()
+            lanes.close() if self._name == torchrl_internals.SHUT_DOWN else lanes.receive_all()
 
     def __reduce__(self) -> Any:
         raise TypeError("a ParallelEnv a collector is using cannot be pickled or copied; shut the collector down first")
 
 
 class ParallelBase(Base):
-    """A ParallelEnv that was taken over, below transforms."""
+    """A ParallelEnv below transforms, with reap's processes as its workers."""
 
     lanes: ParallelLanes
 
@@ -337,9 +337,9 @@ class ParallelBase(Base):
         self._memory: tuple[Any, list[Row], dict[Key, np.ndarray[Any, Any]]] | None = None
 
     def begin(self, lanes: Sequence[int]) -> Sequence[Array]:
-        """TorchRL's shows lanes that are not reset as their last step has left them.
+        """Reset `lanes`, and return the other lanes as TorchRL's ParallelEnv does: as their last step has left them.
 
-        But those of a worker that resets others of its lanes are zeros.
+        In a worker that resets some of its lanes, the other lanes are zeros.
         """
         if self.given:
             return super().begin(lanes)
@@ -361,7 +361,7 @@ class ParallelBase(Base):
         return super().begin(lanes)
 
     def prepare(self) -> None:
-        """Make room for a step's results where the processes see it, twice."""
+        """Make room for the results of two steps in memory that the processes share."""
         spec, dims = self.lanes.spec, len(self.size)
         keys = [as_key(key) for key in self.env.action_keys]
         action = {key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)}
@@ -371,7 +371,7 @@ class ParallelBase(Base):
             self._memory = action, list(slot.cut(RowKeys(spec), self.lanes.first)), slot.arrays
         _, rows, arrays = self._memory
         self._rows = []
-        self.fresh = self.fresh or len(self.read) > 1  # there is room for two, and none for a third
+        self.fresh = self.fresh or len(self.read) > 1  # there is room for two calls only
         for n, row in enumerate(rows):
             found = [arrays[("next", *as_key(key))][n] for key in self.keys]
             results = tuple(array.reshape(*self.size, *array.shape[1:]) for array in found)
@@ -381,5 +381,5 @@ class ParallelBase(Base):
             self._rows.append((row, results, self.lanes.step))
 
     def _act(self, row: Row, actions: Sequence[Array]) -> None:
-        for mine, given in zip(row.action, actions):  # in memory that the processes share
+        for mine, given in zip(row.action, actions):  # into memory that the processes share
             mine[...] = given.reshape(mine.shape)

@@ -1,9 +1,9 @@
-"""The other side of a TorchRL ParallelEnv that runs on reap's env processes: what one of them holds.
+"""The child's side of a TorchRL ParallelEnv on reap's env processes: the envs that one process holds.
 
     order ──► a step of rows ──► each lane's env as reap steps it: Gymnasium's step, captured transforms
     CALL ──► TorchRL's own commands (reset, step, seed, state_dict, any attribute) ──► the same env, by TorchRL's code
 
-Each lane has the env one of TorchRL's workers would have, with transforms and statistics of its own.
+Each lane has the env that one of TorchRL's workers would have, with its own transforms and statistics.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from reap.envs.torchrl.lanes import WrappedGym, torchrl_lanes
 from reap.envs.torchrl.parallel import NeedsOwnProcess, NotTakenOver, Recipe
 from reap.spec import Key, Leaf
 
-_KNOWN = ("gymnasium.", "ale_py.")  # whose envs keep to their own random numbers, and to themselves
+_KNOWN = ("gymnasium.", "ale_py.")  # envs of these packages use their own random numbers and share no state
 
 
 class Lane(NamedTuple):
-    """TorchRL's env of one worker, and who steps it."""
+    """The env of one of TorchRL's workers, and the lanes through which reap steps it."""
 
     env: Any
     lanes: Env
 
 
 class TorchRLChild(EnvChild):
-    """The envs of some of TorchRL's workers, one after another in this process."""
+    """The envs of some of TorchRL's workers, stepped one after another in this process."""
 
     def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Sequence[Recipe], limit: None) -> None:
         self._lanes: list[Lane] = []
         try:
             for recipe in makers:
-                env = _made(recipe)
-                self._lanes.append(Lane(env, _stepped_by_us(env, recipe)))
+                env = _built_env(recipe)
+                self._lanes.append(Lane(env, _stepped_by_reap(env, recipe)))
         except BaseException:
             self.close()
             raise
@@ -58,13 +58,13 @@ class TorchRLChild(EnvChild):
         self._parts = parts
         spec, self._bounds = joint_spec([part.spec for part in parts])
         traits = joint_traits([Traits(part.has_after_step, part.draws) for part in parts])
-        self._slots: dict[int, tuple[Layout, int, int]] = {}  # by place: its columns, and where it begins and ends
+        self._slots: dict[int, tuple[Layout, int, int]] = {}  # by place: layout, start, end of the file
         self._rows_by_part: dict[int, list[list[Row]]] = {}
-        self._outputs = list(parts[0].spec.action)  # what the envs read of all that a policy writes
+        self._outputs = list(parts[0].spec.action)  # the policy outputs that the envs read
         super().__init__(spec if len(parts) > 1 else parts[0].spec, traits, connection, fds)
 
-    def _obey(self, what: int, place: int, step: int) -> None:
-        if self._answered(what, step):
+    def _execute(self, what: int, place: int, step: int) -> None:
+        if self._answer_ping(what, step):
             return
         for n, (part, (first, last)) in enumerate(zip(self._parts, self._bounds)):
             own: Sequence[int] = range(last - first)
@@ -81,20 +81,20 @@ class TorchRLChild(EnvChild):
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
         self._slots[place] = layout, start, end
-        self._cut(place)
+        self._cut_rows(place)
 
-    def _cut(self, place: int) -> None:
+    def _cut_rows(self, place: int) -> None:
         self._rows_by_part[place] = [
             self._rows_of(*self._slots[place], first, last, part.spec)
             for part, (first, last) in zip(self._parts, self._bounds)
         ]
 
     def do_policy_keys(self, carried: Sequence[Key]) -> None:
-        """Learn for which of the values that an env carries from step to step the policy writes the next one."""
+        """Learn the policy outputs `carried`: next values of what the envs carry from step to step."""
         self._outputs = [*self.spec.action, *carried]
         self._keys = RowKeys(self.spec, outputs=self._outputs)
         for place in self._slots:
-            self._cut(place)
+            self._cut_rows(place)
         for part in self._parts:
             part.set_policy_keys(self._outputs)
 
@@ -102,32 +102,24 @@ class TorchRLChild(EnvChild):
         for part in self._parts:
             part.expect(action)
 
-    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        for part, (first, last) in zip(self._parts, self._bounds):
-            own = [n for n, lane in enumerate(lanes) if first <= lane < last]
-            if own:
-                theirs = None if seeds is None else [seeds[n] for n in own]
-                into = [array[first:last] for array in self._first]
-                part.reset([lanes[n] - first for n in own], into, theirs)
-
     def do_capture(self, captures: bool) -> None:
-        """Whether transforms may be recorded and replayed."""
+        """Set whether transforms may be recorded and replayed."""
         for part in self._parts:
             part.captures = captures
 
     def do_explain(self) -> str:
-        """Say who steps the lanes here."""
+        """Return a sentence that says how the lanes are stepped here."""
         return self._parts[0].explain()
 
     def do_torchrl(self, worker: int, command: Any, data: Any) -> Any:
-        """What TorchRL's process would answer to this command; an error is told, and the env goes on."""
+        """Return what TorchRL's worker would answer to a command; an error is returned too, and the env goes on."""
         env, lanes = self._lanes[worker]
         try:
-            found = _obeyed(env, lanes, command, data)
+            found = _run_command(env, lanes, command, data)
         except Exception as error:
             return Raised.of(error, f"env.{command}")
         if isinstance(lanes, CapturedRows):
-            lanes.set_policy_keys(self._outputs)  # somebody may have changed a transform
+            lanes.set_policy_keys(self._outputs)  # the command may have changed a transform
         return (found,)
 
     def close(self) -> None:
@@ -135,8 +127,8 @@ class TorchRLChild(EnvChild):
             lane.lanes.close()
 
 
-def _made(recipe: Recipe) -> Any:
-    """The env, as TorchRL's worker has it before its first command."""
+def _built_env(recipe: Recipe) -> Any:
+    """Build the env as TorchRL's worker has it before its first command."""
     env = recipe.make(**recipe.keywords)
     if recipe.seed is not None:
         torch.manual_seed(recipe.seed)
@@ -145,10 +137,10 @@ def _made(recipe: Recipe) -> Any:
     return env
 
 
-def _stepped_by_us(env: Any, recipe: Recipe) -> Env:
-    """The env as lanes that reap steps; `NotTakenOver` if TorchRL would have to."""
+def _stepped_by_reap(env: Any, recipe: Recipe) -> Env:
+    """Return the env as lanes that reap steps; `NotTakenOver` if only TorchRL can step it."""
     try:
-        if not _known(env):
+        if not _known_kind(env):
             if recipe.running:
                 raise NotTakenOver("its workers were running already, with envs that may have been changed there")
             if recipe.shared:
@@ -172,7 +164,7 @@ def _stepped_by_us(env: Any, recipe: Recipe) -> Env:
 
 
 def _transforms(env: Any) -> list[Any]:
-    """All parts of all transforms, around and inside."""
+    """Return all parts of all transforms of an env and of the envs inside it."""
     found: list[Any] = []
     while (inner := inside(env)) is not None:
         found += env.transform.modules()
@@ -183,18 +175,18 @@ def _transforms(env: Any) -> list[Any]:
 
 
 def _children(env: Any) -> list[Any]:
-    """The envs of a SerialEnv."""
+    """Return the envs of a SerialEnv, which is started if needed; none for other envs."""
     if type(env).__name__ == "SerialEnv" and env.is_closed:
         env.start()
     return torchrl_internals.serial_envs(env)
 
 
-def _known(env: Any) -> bool:
-    """Whether every Gymnasium env and wrapper inside is one of Gymnasium's own, or Atari's."""
+def _known_kind(env: Any) -> bool:
+    """Return whether every Gymnasium env and wrapper inside is one of Gymnasium's own, or Atari's."""
     env = innermost(env)
     children = _children(env)
     if children:
-        return all(map(_known, children))
+        return all(map(_known_kind, children))
     inner = torchrl_internals.gymnasium_env(env)
     while isinstance(inner, gym.Wrapper):
         if not type(inner).__module__.startswith(_KNOWN):
@@ -203,7 +195,7 @@ def _known(env: Any) -> bool:
     return type(inner).__module__.startswith(_KNOWN)
 
 
-def _obeyed(env: Any, lanes: Env, command: Any, data: Any) -> Any:
+def _run_command(env: Any, lanes: Env, command: Any, data: Any) -> Any:
     if command == "reset":
         given, keywords = data
         if isinstance(lanes, CapturedRows) and lanes.unseen and not keywords:
@@ -248,7 +240,7 @@ def _moved(lanes: Env, root: TensorDictBase) -> None:
 
 
 def _without_locks(state: Any) -> Any:
-    """A state without what only processes that share it can have."""
+    """Return a state without locks, which cannot be sent to other processes."""
     kept = type(state)()
     for key, value in state.items():
         if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):

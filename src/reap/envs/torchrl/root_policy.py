@@ -1,9 +1,9 @@
-"""RootPolicy: a policy of whole TensorDicts, on the one a TorchRL env carries from step to step.
+"""RootPolicy: runs a policy directly on the TensorDict that a TorchRL env carries from step to step.
 
-    env.root ──► the policy writes into it ──► env.step_and_maybe_reset ──► next root, and what was written is in it
+    env.root ──► the policy writes into it ──► env.step_and_maybe_reset ──► next root, which still holds the outputs
                             └──► row.outputs
 
-The same data as from a TensorDictPolicy on columns, less a TensorDict built at every step.
+The data are the same as from a TensorDictPolicy on columns, without building a TensorDict at every step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RootPolicy(PolicyWrapper):
-    """`policy` acts on the root of `env`, whose own keys are those it has now."""
+    """Runs `policy` on the root of `env`; the keys that the root has now are the env's own."""
 
     policy: TensorDictPolicy
     remembers = True
@@ -30,21 +30,21 @@ class RootPolicy(PolicyWrapper):
         self.inputs, self._env = (), env
         self._own = {as_key(key) for key in env.root.keys(True, True)}
         self._not_ours = self._own - policy.outputs.keys()
-        self._seen = env.root  # what the policy saw and wrote last
+        self._seen = env.root  # the TensorDict that the policy saw and wrote last
 
     def act(self, row: Row) -> None:
         self._seen = root = self._env.root
         out = self.policy.call(root)
         if out is None or out is root:
             values = self.policy.taken(root)
-        else:  # another one: the env goes on with its own
+        else:  # a new TensorDict: its outputs are copied into the env's own
             values = self.policy.taken(out)
             root.update(out.exclude(*self._not_ours))
         self.policy.write(values, row)
         self._env.decided = True
 
     def forget(self, lanes: Sequence[int]) -> None:
-        """Drop what the policy wrote where all lanes begin anew. Where some go on, TorchRL has seen to the others."""
+        """Remove what the policy wrote if all lanes are reset. If only some are, TorchRL has taken care of them."""
         if len(lanes) < self._env.spec.lanes:
             return
         root = self._env.root

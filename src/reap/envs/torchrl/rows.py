@@ -1,10 +1,10 @@
-"""TorchRL's envs on slots: TorchRL steps, and what it returns is written into rows.
+"""TorchRL's envs on slots: TorchRL steps, and its results are written into rows.
 
     row.outputs ──► root TensorDict ──► env.step_and_maybe_reset ──► next ──► row.next, row.rewards, flags
                          ▲                         │
                          └──────── next root ◄─────┘     (reset already, where something ended)
 
-The root TensorDict is TorchRL's own, carried from step to step: envs without a state of their own find theirs in it.
+The root TensorDict is TorchRL's own, carried from step to step: stateless envs keep their state in it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_key, private, show
 
 @dataclass(frozen=True)
 class Columns:
-    """What a TorchRL env reports and takes, as columns."""
+    """The columns for all that a TorchRL env reports and takes."""
 
     observation: dict[Key, Leaf]
     action: dict[Key, Leaf]
     reward: dict[Key, Leaf]
-    flags: tuple[str, ...]  # of the usual three those it has at its root
+    flags: tuple[str, ...]  # which of the usual three flags it has at its root
     ends: tuple[Key, ...]  # its other done keys, which are observations here
-    inner: dict[Key, tuple[int, ...]]
+    inner: dict[Key, tuple[int, ...]]  # branches with more batch dimensions than the env, and those dimensions
 
 
 def torchrl_columns(env: Any, root: TensorDictBase, *, cells: bool = False) -> Columns | None:
-    """The columns of an env, or None if it reports something that has no fixed place in a row.
+    """Return the columns of an env, or None if it reports something that has no fixed place in a row.
 
-    `cells`: texts and objects are columns, too, of references.
+    `cells`: texts and objects get columns, too, of references.
     """
     if torchrl_internals.has_dynamic_specs(env):
         return None
@@ -92,7 +92,9 @@ def torchrl_columns(env: Any, root: TensorDictBase, *, cells: bool = False) -> C
 
 
 def _leaves(td: TensorDictBase, dims: int, cells: bool) -> tuple[dict[Key, Leaf], dict[Key, tuple[int, ...]]] | None:
-    """Leaves of a TensorDict after its first `dims` dimensions, and branches that have more; None: not all tensors."""
+    """Return the leaves of a TensorDict without its first `dims` dimensions, and the branches with more batch
+    dimensions than that; None if not all leaves are tensors.
+    """
     leaves: dict[Key, Leaf] = {}
     inner: dict[Key, tuple[int, ...]] = {}
 
@@ -120,7 +122,7 @@ def _leaves(td: TensorDictBase, dims: int, cells: bool) -> tuple[dict[Key, Leaf]
 
 
 def looks_like(spec: EnvSpec, env: Any) -> bool:
-    """Whether observations and actions have the shapes and dtypes that TorchRL's env says."""
+    """Return whether observations and actions have the shapes and dtypes that TorchRL's env reports."""
     fake: TensorDictBase = env.fake_tensordict().exclude("next", *FLAGS)
     dims = len(env.batch_size)
     theirs = {
@@ -131,7 +133,7 @@ def looks_like(spec: EnvSpec, env: Any) -> bool:
 
 
 def give_spec(model: Any, env: Any) -> None:
-    """Exploration modules and random policies that were made without a spec wait for that of TorchRL's env."""
+    """Give the env's action spec to exploration modules and random policies that were made without one."""
     if waits_for_spec(model):
         model.set_action_spec_from_env(env)
     for part in model.modules() if isinstance(model, nn.Module) else ():
@@ -140,7 +142,7 @@ def give_spec(model: Any, env: Any) -> None:
 
 
 class OfTorchRL(Env):
-    """What lanes of a TorchRL env say of it, whoever steps them; `outer` is the env as its owner knows it."""
+    """What all lanes of TorchRL envs have in common, whether reap or TorchRL steps them; `outer` is the user's env."""
 
     outer: Any
 
@@ -159,29 +161,29 @@ class OfTorchRL(Env):
 
 
 class TorchRLEnv(OfTorchRL):
-    """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
+    """What envs that TorchRL steps have in common, as rows or as frames: root, resets, seeds, state."""
 
     draws = True
-    left: str | None = None  # why it is left to TorchRL, where that can be told
+    left: str | None = None  # why the env is left to TorchRL, where that is known
 
     def __init__(self, env: Any, root: TensorDictBase, spec: EnvSpec) -> None:
         self.env = self.outer = env
         self.root, self.spec = root, spec
-        self.unseen = True  # whether its root is of a reset that nobody has seen
-        self._ended: list[int] = []  # lanes TorchRL has reset by itself in the last step
+        self.unseen = True  # whether the root comes from a reset that no rollout has used yet
+        self._ended: list[int] = []  # lanes that TorchRL has reset by itself in the last step
 
     def moved_to(self, root: TensorDictBase) -> None:
-        """Somebody has moved the env by TorchRL's own methods: it stands there now."""
+        """Continue from `root`: the user has moved the env there by TorchRL's own methods."""
         self.root, self.unseen, self._ended = root, False, []
 
     def __getattr__(self, name: str) -> Any:
-        """What is not here is TorchRL's: paths like `env.transform[0]` lead where they do there."""
+        """Look up other attributes in TorchRL's env, so that paths like `env.transform[0]` work as they do there."""
         if name.startswith("_") or name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """New episodes in `lanes`, unless TorchRL has begun them already."""
+        """Start new episodes in `lanes`, unless TorchRL has started them already."""
         whole, driver = len(lanes) == self.spec.lanes, self.driver
         try:
             if seeds is not None:
@@ -190,10 +192,10 @@ class TorchRLEnv(OfTorchRL):
                 self.root = self.env.reset() if whole else self.env.reset(self._marked(lanes))
         except Exception as cause:
             raise raised_by("env.reset raised", cause) from cause
-        self.unseen, self._ended, self.driver = False, [], driver  # it was moved by us, not by hand
+        self.unseen, self._ended, self.driver = False, [], driver  # moved here, not by hand
 
     def _marked(self, lanes: Sequence[int]) -> TensorDictBase:
-        """The root, with marks where it is to be reset."""
+        """Return the root with TorchRL's reset marks for `lanes`."""
         chosen = torch.zeros(self.spec.lanes, dtype=torch.bool)
         chosen[list(lanes)] = True
         size = self.env.batch_size
@@ -205,7 +207,7 @@ class TorchRLEnv(OfTorchRL):
         return root
 
     def ended(self, next_: TensorDictBase) -> np.ndarray[Any, Any]:
-        """Which lanes' episodes are over: as the root says, or else anybody in the lane."""
+        """Return which lanes' episodes are over: by the root's done flag, or else by any done flag in the lane."""
         keys = [("done",)] if ("done",) in self._done_keys else self._done_keys
         flags = [next_.get(key).reshape(self.spec.lanes, -1).any(-1) for key in keys]
         return torch.stack(flags).any(0).numpy(force=True)
@@ -235,7 +237,7 @@ class TorchRLEnv(OfTorchRL):
 
 
 class TorchRLRows(TorchRLEnv):
-    """A TorchRL env whose every value has its place in a row."""
+    """A TorchRL env whose values all have a place in a row."""
 
     def __init__(self, env: Any, root: TensorDictBase, columns: Columns) -> None:
         size = tuple(env.batch_size)
@@ -265,11 +267,11 @@ class TorchRLRows(TorchRLEnv):
         self._rewards = [(key, torch.Size((*size, *leaf.shape))) for key, leaf in columns.reward.items()]
         self._outputs: Sequence[Key] = tuple(columns.action)
         self._began = False
-        self.decided = False  # by a RootPolicy: what is to be stepped is in the root already
+        self.decided = False  # whether the root holds the actions already, from a RootPolicy or `draw`
 
     def wrap_policy(self, policy: TensorDictPolicy) -> Policy:
         here = all(isinstance(value, Tensor) and value.device.type == "cpu" for value in self.root.values(True, True))
-        # An env that carries its root on its own way (ParallelEnv) drops what the policy left in it.
+        # An env with its own way from root to root (ParallelEnv) drops what the policy wrote into it.
         kept = type(self.env).step_and_maybe_reset.__qualname__ == "EnvBase.step_and_maybe_reset"
         seen = policy.device is None and policy.shown in (None, self.root.device)
         return RootPolicy(policy, self) if here and kept and seen else policy
@@ -285,7 +287,7 @@ class TorchRLRows(TorchRLEnv):
         self.root = self.env.rand_action(self.root)
         for key, array in zip(self.spec.action, row.action):
             array[...] = _array(self.root.get(key)).reshape(array.shape)
-        self.decided = True  # it is in the root; what else the policy would have written is not
+        self.decided = True  # the root holds the action; no policy has written other outputs
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self.begin(lanes, seeds)
@@ -325,7 +327,7 @@ class TorchRLRows(TorchRLEnv):
         return self._ended
 
     def after_step(self, row: Row) -> None:
-        """Agents may begin anew while their lane goes on."""
+        """Show the root where an agent may have been reset while its lane goes on."""
         if self._began:
             self._show(self.root, row.after)
 
@@ -345,7 +347,7 @@ class TorchRLRows(TorchRLEnv):
 
 
 class TorchRLCells(TorchRLRows):
-    """One TorchRL env with texts or objects among its observations: references, where others have numbers."""
+    """A single TorchRL env with texts or objects among its observations: their columns hold references."""
 
     def __init__(self, env: Any, root: TensorDictBase, columns: Columns) -> None:
         super().__init__(env, root, columns)
