@@ -1,8 +1,8 @@
-"""Inline: one worker in this thread. `take` is a call of the fill loop; nothing travels.
+"""InlineBackend: one worker in this thread. `take` calls the fill loop; no data is moved between processes.
 
 take ──► in the env ──► out of it
            │                │
-close ─────┴─ break off ────┴─► closed        from another thread, or a signal handler: never under anybody's feet
+close ─────┴── cancel ──────┴─► closed        from any thread or signal handler: never while a thread is in the env
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from reap.weights.strategy import extract
 
 
 class InlineBackend(Backend):
-    """The worker is here. `same_slot` hands out one slot again and again; `cores`: those it collects on."""
+    """Runs one worker in this process. `same_slot` reuses one slot for all rollouts; `cores`: where it collects."""
 
     def __init__(
         self,
@@ -49,19 +49,19 @@ class InlineBackend(Backend):
         rebuild: FailurePolicy | None = None,
     ) -> None:
         self._cores = cores
-        self._rebuild = rebuild  # envs of single lanes that raise are made anew
+        self._rebuild = rebuild  # when set, a lane's env that raises is rebuilt
         self._plan, self._source, self._same_slot, self._transport = plan, source, same_slot, transport
-        self._strategy = strategy  # a user's own, by which weights are extracted and applied
+        self._strategy = strategy  # a user's own strategy, which extracts and applies weights
         self.worker: Worker | DeviceWorker
         self._tracer: RolloutTracer | None = None
-        self.on_rollout: Callable[..., None] | None = None  # told of each
+        self.on_rollout: Callable[..., None] | None = None  # called with each rollout
         self._episodes = EpisodeLog()
-        self._gate = threading.RLock()  # again in one thread: a signal handler may close
-        self._inside: dict[object, int] = {}  # visits to the env, and the thread of each
-        self._closing = False  # whether the last of them closes it
-        # Not an Event: that is Python code, in which Ctrl-C could leave its lock taken.
+        self._gate = threading.RLock()  # reentrant: a signal handler of the same thread may close
+        self._inside: dict[object, int] = {}  # the thread of each visit to the env
+        self._closing = False  # whether the last visit closes the env
+        # Not an Event: that is Python code, and Ctrl-C inside it could leave its lock held.
         self._closed, self._open = False, threading.Lock()
-        self._open.acquire()  # until it is closed
+        self._open.acquire()  # released when the env is closed
 
     @property
     def close_ends_take(self) -> bool:
@@ -69,7 +69,7 @@ class InlineBackend(Backend):
 
     @contextlib.contextmanager
     def _in_env(self) -> Iterator[None]:
-        """Keep others from closing the env inside."""
+        """Return a context in which no other thread closes the env."""
         visit, thread = object(), threading.get_ident()
         try:
             with self._gate:
@@ -78,7 +78,7 @@ class InlineBackend(Backend):
                 raise Halted
             yield
         finally:
-            self._inside.pop(visit, None)  # first, in one call: Ctrl-C between two would leave us inside for ever
+            self._inside.pop(visit, None)  # first, in one call: else Ctrl-C could leave the visit registered
             with self._gate:
                 last = self._closing and not self._inside
                 self._closing = self._closing and not last
@@ -131,7 +131,7 @@ class InlineBackend(Backend):
 
     @property
     def episodes(self) -> EpisodeLog:
-        """The episodes of the worker, those that ended just now included."""
+        """The finished episodes of the worker, including those that ended just now."""
         if hasattr(self, "worker"):
             self._episodes.add(self.worker.ended_since())
         return self._episodes
@@ -167,7 +167,7 @@ class InlineBackend(Backend):
         return self.worker.loop.version
 
     def load(self, weights: Any) -> None:
-        """Load these weights into the policy."""
+        """Load weights into the policy."""
         model = self.worker.model
         if self._strategy is None:
             local.load(model, weights)
@@ -209,12 +209,12 @@ class InlineBackend(Backend):
         counter = self.worker.ledger.counter
         counter.skip_to(int(state.get("traj_pool", {}).get("traj_id", 0)))
         if state.get("resume") is None:
-            self.reset()  # episodes that were open elsewhere do not go on here
+            self.reset()  # episodes that were open elsewhere cannot continue here
         else:
             with self._in_env():
                 self.worker.resume(state["resume"])
         loop.version = int(state.get("policy_version", loop.version))
-        self.worker.ended_since()  # of the time before, which nobody asks for any more
+        self.worker.ended_since()  # drops episodes of the time before, which are no longer wanted
         if "episodes" in state:
             self._episodes.load(state["episodes"])
 
@@ -229,7 +229,7 @@ class InlineBackend(Backend):
         return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the env; while a thread is in it, that one does so, after the step it is in."""
+        """Close the env. If a thread is inside, that thread closes it after its current step."""
         with self._gate:
             if self._inside and not self.close_ends_take:
                 self._closing = True
@@ -246,7 +246,7 @@ class InlineBackend(Backend):
             self.worker.close()
 
     def wait_closed(self, timeout: float) -> None:
-        """Wait for the thread that is in the env, unless it is this one; `WorkerSilent` after so many seconds."""
+        """Wait for the thread that is in the env, unless it is this one; raise `WorkerSilent` on timeout."""
         inside = [one for one in self._inside.values() if self._closing and one != threading.get_ident()]
         if inside and not (self._closed or self._open.acquire(timeout=timeout)):
             raise WorkerSilent(

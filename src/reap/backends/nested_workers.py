@@ -1,7 +1,7 @@
-"""NestedWorkers: a remote worker with processes of its own beside it. To its collector it is one worker.
+"""NestedWorkers: a remote worker that runs several worker processes. To its collector it is one worker.
 
-order ──► remote worker ──► worker 0 … worker k-1        sync    a rollout holds the lanes of all of them
-             ▲                  │                         async   it is one worker's, whoever is first
+order ──► remote worker ──► worker 0 … worker k-1        sync    a rollout holds the lanes of all processes
+             ▲                  │                         async   a rollout is that of the first process that is ready
              └───── block ◄─────┘
 """
 
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NestedWorkers:
-    """How many workers a remote worker has, and whether they go in step. Makes the remote worker, where it is to be."""
+    """Number of worker processes of a remote worker, and whether they run in step. Called, it makes that worker."""
 
     workers: int
     sync: bool
-    random_frames: int = 0  # of workers that do not go in step: they run ahead of what they are told
+    random_frames: int = 0  # for workers not in step, which run ahead of what they are told
 
     def __call__(self, job: Job, *transport: Any) -> RemoteWorker:
         """Return the remote worker."""
@@ -47,13 +47,13 @@ class NestedWorkers:
 
 
 class NestedRemoteWorker(RemoteWorker):
-    """A remote worker whose worker is several, in processes."""
+    """A remote worker whose one worker is several processes."""
 
     worker: _Processes  # type: ignore[assignment]
 
     def __init__(self, job: Job, *transport: Any, nested: NestedWorkers) -> None:
         self._job, self._nested = job, nested
-        super().__init__(replace(job, hooks=None), *transport)  # they run in the workers
+        super().__init__(replace(job, hooks=None), *transport)  # the processes call the hooks
 
     def _build(self, plan: Plan, workers: int) -> None:
         self.worker = _Processes(self._job, self._nested)
@@ -74,25 +74,25 @@ class NestedRemoteWorker(RemoteWorker):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
 
     def do_mark_cut(self) -> None:
-        """All trajectories that were open in the workers before these have been cut."""
+        """Mark the trajectories that were open in the predecessors of all processes as cut."""
         self.worker.call("mark_cut")
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return what is at a path in every worker, as a list."""
+        """Return a list of what is at a path in each process."""
         try:
             return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
         except Exception as error:
             return Raised.of(error, path)
 
     def do_apply(self, path: str, packed: bytes) -> Any:
-        """Give the models at a path in every worker what a user's strategy has made of their weights."""
+        """Apply weights, extracted by a user's own strategy, to the model at a path in each process."""
         try:
             self.worker.call("apply", path, packed)
         except Exception as error:
             return Raised.of(error, path)
 
     def do_hooks(self, packed: bytes) -> None:
-        """Hand the hooks on to the workers, which call them."""
+        """Pass the hooks on to the processes, which call them."""
         self.worker.call("hooks", packed)
 
     def do_weights(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class NestedRemoteWorker(RemoteWorker):
 
 
 class _Processes:
-    """The workers, with the methods that a remote worker calls on its one."""
+    """The worker processes, behind the methods that a remote worker calls on its `Worker`."""
 
     span = (0.0, 0.0)  # of the last rollout
 
@@ -146,7 +146,7 @@ class _Processes:
         return replace(infos[0], layout=layout, lanes=lanes)
 
     def _ask(self, verb: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Call a verb of the backend; errors name a worker by two numbers: its remote worker's, and its own there."""
+        """Call a method of the backend; errors name a worker as "remote worker/process"."""
         try:
             return verb(*arguments, **options)
         except WorkerError as error:
@@ -158,7 +158,7 @@ class _Processes:
         rollout = self._ask(self._backend.take, random=random)
         for key, array in rollout.arrays.items():
             slot.arrays[key][...] = array
-        if TRAJ_IDS in slot.arrays:  # unique among remote workers
+        if TRAJ_IDS in slot.arrays:  # made unique among remote workers
             ids = slot.arrays[TRAJ_IDS]
             ids *= self._of
             ids += self._index
@@ -170,7 +170,7 @@ class _Processes:
         return together([remote.stats for remote in self._backend.workers])
 
     def ended_since(self) -> Any:
-        """Episodes of all of them; their lanes are numbered from the first worker's to the last one's."""
+        """Return the new episodes of all processes; lanes are numbered from the first process to the last."""
         rows = self._backend.episodes.take()
         lanes = [worker.info.lanes for worker in self._backend.known_workers]
         first = np.cumsum([0, *lanes])
@@ -178,37 +178,37 @@ class _Processes:
         return rows
 
     def running_statistics(self) -> Sequence[RunningStatistics]:
-        """None of its own: nested workers share theirs among themselves."""
+        """Return no statistics: the processes share theirs among themselves."""
         return ()
 
     @property
     def version(self) -> int:
-        """Of the weights that made the last rollout."""
+        """The version of the weights that made the last rollout."""
         return self._version
 
     @version.setter
     def version(self, version: int) -> None:
-        """`tensors` hold the weights of this version from here on."""
+        """Publish the weights in `tensors`, which have this version."""
         names = [] if self.info.packing is None else [entry[0] for entry in self.info.packing.entries]
         self.publish(dict(zip(names, self.tensors)), version)
 
     @property
     def latest(self) -> int:
-        """The version of the weights that act from here on."""
+        """The version of the weights that the next rollouts use."""
         return self._backend.version
 
     def publish(self, weights: Any, version: int) -> None:
-        """Send new weights to all workers."""
+        """Send new weights to all processes."""
         self._backend.version = version - 1
         self._ask(self._backend.publish, weights)
 
     def look_at_weights(self) -> None:
-        """`tensors` hold what the workers have now: the next update may leave some of it out."""
+        """Copy the current weights into `tensors`, because the next update may leave some of them out."""
         for tensor, value in zip(self.tensors, self.weights().values() if self.tensors else ()):
             tensor.copy_(value)
 
     def weights(self) -> Any:
-        """Return the weights of the first worker; all have the same."""
+        """Return the weights of the first process; all have the same."""
         return self._ask(self._backend.weights_of, 0)
 
     def reset(self, lanes: Any = None) -> None:
@@ -218,11 +218,11 @@ class _Processes:
         return self._ask(self._backend.set_seed, seed, static=static)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Ask all workers the same."""
+        """Call all processes with the same arguments."""
         self._ask(self._backend.call, name, self._backend.supervisor.everyone(*arguments))
 
     def find(self, path: str, call: Any) -> list[Any]:
-        """Return what is at a path, or what it returns when called, in each."""
+        """Return what is at a path in each process, or what it returns there when called."""
         calls = None if call is None else [call] * len(self._backend.workers)
         return list(self._backend.find(path, calls).values())
 
@@ -242,7 +242,7 @@ class _Processes:
 
 @dataclass(frozen=True)
 class _Share:
-    """Steps of each, where all together make what was asked for."""
+    """Computes the steps of each process such that all together collect the requested frames."""
 
     steps: Callable[[int], int]
     workers: int

@@ -1,13 +1,13 @@
-"""AuthenticatedListener: what listens to other machines. Nothing is read from anybody who does not know the secret.
+"""AuthenticatedListener: accepts connections of other machines. It reads nothing from a peer without the secret.
 
-    peer ── dial ──► listener (see reap/_system/listener.py) ──► what the peer asked for
+    peer ── dial ──► listener (see reap/_system/listener.py) ──► the service the peer requested
                        └── a stranger: refused, logged
 
     program ──► tunnel (loopback) ──► listener of another machine ──► port (loopback) ──► program
 
-Behind a listener everything listens on the loopback address alone: stores and agents that know no secrets. Gloo's data
-connections are the exception: they listen on the address that was named. Who is in a group is agreed upon in the store,
-and pickles that come that way are signed.
+Services behind a listener (stores and agents, which check no secret) listen on the loopback address alone. Gloo's data
+connections are the exception: they listen on the address the user named. Members of a gloo group find each other
+through the store, and pickles that arrive over gloo are signed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from reap._system.listener import Listener, Visitor, dial, settled, woken_select
 from reap.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
-_PIECE = 1 << 20  # bytes carried at once
+_PIECE = 1 << 20  # bytes relayed at once
 _log = logging.getLogger("reap")
 
 Service = Callable[[Visitor], None]
 
 
 class _Listening:
-    """A port, and the relay that carries bytes for those who connected to it."""
+    """A listening port, and the relay that carries bytes for its connections."""
 
     def __init__(self, host: str, port: int, name: str, secret: bytes | None) -> None:
         try:
@@ -44,7 +44,7 @@ class _Listening:
             self._relay = SocketRelay(name)
             made.callback(self._relay.close)
             self._listener = Listener(listening, name, secret, self._receive, self._knows)
-            made.pop_all()  # it is here to stay
+            made.pop_all()  # all succeeded: close nothing
 
     def _receive(self, visitor: Visitor, service: str) -> None:
         raise NotImplementedError
@@ -53,13 +53,13 @@ class _Listening:
         return True
 
     def close(self) -> None:
-        """Stop listening, and end every connection that was made here."""
+        """Stop listening, and end all relayed connections."""
         self._listener.close()
         self._relay.close()
 
 
 class AuthenticatedListener(_Listening):
-    """Listens on an address the user has named. `services` say what visitors can ask for."""
+    """Listens on an address that the user named. `services` holds what visitors can request, by name."""
 
     def __init__(self, host: str, port: int, secret: bytes, services: Mapping[str, Service]) -> None:
         self._services = services
@@ -84,7 +84,7 @@ class AuthenticatedListener(_Listening):
 
 
 class Tunnel(_Listening):
-    """A port of the loopback address that leads through the listener of another machine."""
+    """A port of the loopback address whose connections lead to a service behind another machine's listener."""
 
     def __init__(self, host: str, port: int, secret: bytes, service: str, *, at: int = 0) -> None:
         self._to = ((host, port), secret, service)
@@ -99,7 +99,7 @@ class Tunnel(_Listening):
 
 
 class _Direction:
-    """One direction of a pair of sockets: what was read from one and not yet taken by the other."""
+    """One direction of a socket pair, with the bytes read from `source` and not yet sent to `sink`."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
         self.source, self.sink = source, sink
@@ -107,20 +107,20 @@ class _Direction:
 
 
 class SocketRelay:
-    """Carries bytes both ways between pairs of sockets, in one thread, never more than it can hand on."""
+    """Carries bytes both ways between pairs of sockets, in one thread; it reads no more than it can send on."""
 
     def __init__(self, name: str) -> None:
-        self._ways: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it, and to it
+        self._ways: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it and to it
         self._new: list[tuple[socket.socket, socket.socket]] = []
         self._room, self._lock, self._open = bytearray(_PIECE), threading.Lock(), True
         with contextlib.ExitStack() as made, enough_room("what carries bytes between machines"):
             self._selector, self._wake, self._waker = woken_selector(made)
             self._thread = threading.Thread(target=self._run, name=f"reap-relay-{name}", daemon=True)
             self._thread.start()
-            made.pop_all()  # it is here to stay
+            made.pop_all()  # all succeeded: close nothing
 
     def join(self, one: socket.socket, other: socket.socket) -> None:
-        """Carry bytes between these two from now on, until one of them ends."""
+        """Carry bytes between two sockets until one of them is closed."""
         with self._lock:
             if self._open:
                 self._new.append((one, other))
@@ -130,7 +130,7 @@ class SocketRelay:
         other.close()
 
     def close(self) -> None:
-        """End all connections, and the thread."""
+        """Close all connections and end the thread."""
         with self._lock:
             self._open = False
             self._waker.send(b"!")
@@ -163,7 +163,7 @@ class SocketRelay:
                 self._selector.register(end, selectors.EVENT_READ)
 
     def _serve(self, end: socket.socket, events: int) -> None:
-        out, back = self._ways[end]  # from this end, and to it
+        out, back = self._ways[end]  # the directions from this end and to it
         try:
             if events & selectors.EVENT_WRITE:
                 self._push(back)
@@ -174,7 +174,7 @@ class SocketRelay:
                     out.rest = memoryview(self._room)[:got]
                     self._push(out, fresh=True)
             if out.ended and not out.rest:
-                raise ConnectionError  # an end that is over takes the other along
+                raise ConnectionError  # when one end is closed, the other is closed too
             self._look_at(out)
         except OSError:
             for one in (out.source, out.sink):
@@ -188,10 +188,10 @@ class SocketRelay:
             while way.rest:
                 way.rest = way.rest[way.sink.send(way.rest) :]
         if fresh and way.rest:
-            way.rest = memoryview(bytes(way.rest))  # the room is for the next
+            way.rest = memoryview(bytes(way.rest))  # the buffer is reused for the next read
 
     def _look_at(self, way: _Direction) -> None:
-        """Read where there is room, write where there is something left."""
+        """Select for reading where no bytes are pending, and for writing where some are."""
         for end in (way.source, way.sink):
             out, back = self._ways[end]
             wanted = (selectors.EVENT_READ if not out.rest else 0) | (selectors.EVENT_WRITE if back.rest else 0)

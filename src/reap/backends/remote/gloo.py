@@ -1,12 +1,12 @@
-"""torch.distributed: workers that are reached over the network by gloo; one tensor per slot, received where it stays.
+"""torch.distributed: workers reached over the network by gloo; each rollout is one tensor, received into its slot.
 
-    store (loopback; other machines come through a listener)   ── orders, signed ──►  remote worker
+    store (loopback; other machines connect through a listener)  ── orders, signed ─►  remote worker
     group of two, for each worker                          ◄── header, slot ────  remote worker
     group of all                                           ── weights, broadcast ► remote workers (of nodes; those of
                                                                                    this machine read shared memory)
 
-A thread for each worker receives. It ends when its worker's connection does, or when its node is lost. A broadcast
-needs everybody: where workers may be replaced, or left out, another thread for each sends it the latest weights.
+One thread per worker receives. It ends when the worker's connection ends, or when its node is lost. A broadcast needs
+all workers: where workers may be replaced or dropped, a second thread per worker sends it the latest weights.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ from reap.backends.worker_handle import WorkerHandle
 from reap.core.slot import Slot
 from reap.errors import WorkerDied
 
-_UNDER_WAY = 2  # messages of weights that may be on their way at a time
-_LOOK = 0.001  # seconds between looks at one that is: gloo wakes nobody who waits for other things too
+_UNDER_WAY = 2  # broadcasts of weights that may be in flight at a time
+_LOOK = 0.001  # seconds between two polls of a broadcast: gloo has no event to wait on together with others
 
 
 class _OrderStore:
     """The key-value store that carries orders.
 
-    Only this object keeps it alive: when it is closed, workers that wait for an order end.
+    Only this object keeps the store alive: when it is closed, workers that wait for an order end.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def put(self, key: str, value: bytes) -> None:
-        """Put an order where the worker finds it that waits for this key."""
+        """Store an order under the key that its worker waits for."""
         self._store.set(key, value)
 
     def give_up(self, name: str) -> None:
-        """A worker has ended: whoever waits for its first sign need not any more."""
+        """Release the thread that waits for the first sign of a worker, because the worker has ended."""
         if (store := self._store) is not None:
             store.compare_set(f"here/{name}", "", "never")
 
@@ -89,7 +89,7 @@ class _OrderStore:
 
 
 class GlooConnection(MessageConnection):
-    """One worker as it is reached by gloo, and the thread that receives from it."""
+    """The connection to one worker over gloo, with the thread that receives from it."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class GlooConnection(MessageConnection):
         self._address, self._put, self._wakeup = address, orders.put, wakeup
         self._signer = MessageSigner(address.secret)
         self._group: Any = None
-        self._heard = 0  # messages so far
-        self._passing: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # a rollout on its way to lanes of a slot
-        self._to_send: Tensor | None = None  # the latest weights, if they were not sent yet
+        self._heard = 0  # messages received so far
+        self._passing: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # receives a rollout for lanes of a slot
+        self._to_send: Tensor | None = None  # the latest weights, until they are sent
         self._new_weights = threading.Condition()
         self._sender: threading.Thread | None = None
         self.thread = threading.Thread(target=self._receive_all, name=f"reap-receiver-{self.index}", daemon=True)
@@ -126,7 +126,7 @@ class GlooConnection(MessageConnection):
                 with self._new_weights:
                     self._group = group
                     self._new_weights.notify_all()
-                if getattr(self.child.process, "lost", False):  # meanwhile, when there was no group to abandon
+                if getattr(self.child.process, "lost", False):  # it was lost while there was no group to abandon
                     self.abandon()
                 words = header()
                 while True:
@@ -134,7 +134,7 @@ class GlooConnection(MessageConnection):
                     self.inbox.append(self._receive(group, Header(words)))
                     self._wakeup.wake()
         except (ConnectionError, RuntimeError):
-            pass  # it is gone, or about to be: whoever listens finds out how
+            pass  # it is gone or about to be: the listening thread finds out how
         finally:
             with self._new_weights:
                 self._group, self.over = None, True
@@ -143,7 +143,7 @@ class GlooConnection(MessageConnection):
             self.child.end_with_connection()
 
     def send_weights(self, packed: Tensor) -> None:
-        """Send these in place of earlier weights that were not sent yet."""
+        """Send weights, in place of earlier ones that were not sent yet."""
         with self._new_weights:
             self._to_send = packed
             self._new_weights.notify_all()
@@ -162,17 +162,17 @@ class GlooConnection(MessageConnection):
                 wait(group.send([packed], 1, WEIGHTS))
 
     def let_end(self) -> None:
-        self.child.gone()  # whoever waits for its first sign need not
+        self.child.gone()  # releases the thread that waits for its first sign
         for thread in filter(None, (self.thread, self._sender)):
             thread.join(DEADLINE)
 
     def abandon(self) -> None:
-        """Its machine is lost: its connection would stay open for ever."""
+        """Close the connection to a lost machine, which would stay open forever."""
         if (group := self._group) is not None:
             abandon(group, 1)
 
     def _wait_until_here(self) -> bool:
-        """Wait for its first sign; or until somebody who knows that there will be none calls it off."""
+        """Wait for the worker's first sign, and return whether it came; `give_up` ends the wait without it."""
         return bytes(self._address.store().get(f"here/{self._name}")) == HERE
 
     def _receive(self, group: Any, head: Header) -> Any:
@@ -184,7 +184,7 @@ class GlooConnection(MessageConnection):
         return read(head, more)
 
     def _receive_rollout(self, group: Any, slot: Slot) -> None:
-        """Receive bytes in the slot itself, if it is the worker's own. Lanes of a slot are not one piece of memory."""
+        """Receive directly into the worker's own slot; for lanes of a common slot, which are not contiguous, copy."""
         size = slot.layout.nbytes
         if slot.block.size:
             wait(group.recv([torch.from_numpy(slot.block)], 1, 0))
@@ -196,7 +196,7 @@ class GlooConnection(MessageConnection):
 
 
 class GlooTransport(LaunchedTransport):
-    """Reaches workers over torch.distributed, on this machine or on nodes."""
+    """Runs workers on this machine or on nodes, and reaches them over torch.distributed."""
 
     weight_schemes = ("distributed", "per_worker", "none")
     network = "gloo"
@@ -230,7 +230,7 @@ class GlooTransport(LaunchedTransport):
             self.connect(worker, connection, child.sentinel)
 
     def _meet_at(self, store: Any, count: int) -> None:
-        self._orders = _OrderStore(store)  # first: it is closed with us
+        self._orders = _OrderStore(store)  # first, so that `end` closes it
         if self._local:
             self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
         else:
@@ -247,7 +247,7 @@ class GlooTransport(LaunchedTransport):
         if not self._one_by_one:
             try:
                 self._group = self._address.group("weights", 0, len(self._workers) + 1)
-            except RuntimeError as error:  # one of them has died meanwhile
+            except RuntimeError as error:  # a worker has died meanwhile
                 raise self._unsent(error) from None
 
     def broadcast(self, packed: Tensor) -> None:
@@ -260,7 +260,7 @@ class GlooTransport(LaunchedTransport):
             raise self._unsent(error) from None
 
     def spare(self) -> Tensor | None:
-        """Waits while too many are on their way: before anything is counted, so that Ctrl-C leaves all as it was."""
+        """Wait while too many broadcasts are in flight: before anything is counted, so that Ctrl-C changes nothing."""
         began, logged = time.monotonic(), False
         while len(self._under_way) >= _UNDER_WAY:
             work, sent = self._under_way[0]
@@ -291,7 +291,7 @@ class GlooTransport(LaunchedTransport):
         return WorkerDied(f"weights could not be sent: {error}")
 
     def _no_taker(self) -> WorkerHandle:
-        """Gloo does not say who takes none: it is who does not answer, or has nothing to say for the longest time."""
+        """Guess which worker receives no weights, as gloo does not say: one without a stack, or the longest silent."""
         stacks = all_at_once({str(worker.index): worker.child.ask_stack for worker in self._workers})
         deaf = [worker for worker in self._workers if not stacks[str(worker.index)]]
         quiet = (
