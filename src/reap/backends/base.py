@@ -3,7 +3,7 @@
     start ─► take ─► take ─► … ─► close          publish: weights, any time between two takes
 
     InlineBackend   one worker in this thread
-    WorkerBackend   workers elsewhere = one Supervisor + one Transport + one Delivery
+    WorkerBackend   any number of workers = one Supervisor + one Transport + one Delivery
 
                           ┌── Delivery: which rollouts make a batch, and when a slot is reused
     WorkerBackend.take ───┤

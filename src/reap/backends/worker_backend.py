@@ -1,4 +1,4 @@
-"""WorkerBackend: runs workers outside this thread, with a supervisor, a transport and a delivery.
+"""WorkerBackend: runs any number of workers, with a supervisor, a transport and a delivery.
 
     take ──► delivery ──► supervisor ──► transport ──► workers          publish ──► transport ──► workers
 
@@ -37,7 +37,7 @@ _FRESH_IDS = 2**32  # most trajectories of one worker before it is replaced
 
 
 class WorkerBackend(Backend):
-    """Runs one worker per plan, in processes of this machine or on other machines.
+    """Runs one worker per plan, wherever the transport launches them.
 
     Args:
         plans: what each worker is built from.
