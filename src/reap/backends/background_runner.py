@@ -18,14 +18,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from reap._system.silence import Silence, frozen_first
-from reap.backends.delivery import ALL
+from reap.backends.delivery import NO_LIMIT
 from reap.backends.local.pauses import Paused, Pauses
 from reap.backends.local.shared_counters import NOWHERE, SharedCounters
 from reap.backends.worker_backend import WorkerBackend
 from reap.backends.worker_handle import WorkerHandle
 from reap.errors import ReapError
 
-_LOOKS, _LEAST = 8, 0.01  # checks in the time a worker may be silent; least seconds between two checks
+_CHECKS, _MIN_PERIOD = 8, 0.01  # checks in the time a worker may be silent; least seconds between two checks
 T = TypeVar("T")
 
 
@@ -42,25 +42,25 @@ class BackgroundRunner:
         count: Callable[[int, int], None],
     ) -> None:
         self._backend, self._supervisor, self._counters = backend, backend.supervisor, counters
-        self._tell = weakref.WeakMethod(count)  # must not keep the collector alive
+        self._count_method = weakref.WeakMethod(count)  # must not keep the collector alive
         self._left, self._random = left, random
         self._began = self._counted = counters.made()
-        self._before, self._over, self._pauses = 0, False, Pauses()
+        self._claimed_before, self._over, self._pauses = 0, False, Pauses()
         self._lock = threading.RLock()
         self._silence = Silence(self._supervisor.silence.timeout)
-        self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker is, and since when
+        self._positions: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker is, and since when
         self._watch_over = threading.Event()
-        watched = weakref.ref(self), self._watch_over, min(max(self._silence.limit / _LOOKS, _LEAST), 1.0)
+        watched = weakref.ref(self), self._watch_over, min(max(self._silence.limit / _CHECKS, _MIN_PERIOD), 1.0)
         self._watch = threading.Thread(target=_watch, args=watched, name="reap-watch", daemon=True)
         self._failure: ReapError | None = None
         self._supervisor.catch_up = self.catch_up  # so that a restarted worker continues to count from there
-        self._supervisor.on_return = self._let_run
+        self._supervisor.on_restarted = self._run_free
         self.told = False
 
     def _count(self, frames: int, rollouts: int) -> None:
-        tell = self._tell()
-        if tell is not None:
-            tell(frames, rollouts)
+        count = self._count_method()
+        if count is not None:
+            count(frames, rollouts)
 
     def start(self) -> None:
         """Wait until workers have finished their pending slots, then let them run free."""
@@ -68,10 +68,10 @@ class BackgroundRunner:
         frames, rollouts = self._backend.settle()
         self._count(frames, rollouts)
         counters.claimed[:] = [worker.frames for worker in self._backend.workers]  # where claims begin
-        self._before = int(counters.claimed.sum())
-        counters.stop, counters.random = False, max(self._before + self._random - frames, 0)
-        counters.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
-        self._supervisor.tell("run")  # a worker that fails here is found by the next check, as later
+        self._claimed_before = int(counters.claimed.sum())
+        counters.stop, counters.random = False, max(self._claimed_before + self._random - frames, 0)
+        counters.total = NO_LIMIT if self._left == float("inf") else self._claimed_before + int(self._left) - frames
+        self._supervisor.notify_all("run")  # a worker that fails here is found by the next check, as later
         self._watch.start()
 
     def pause(self, paused: Paused, timeout: float | None = None) -> None:
@@ -80,22 +80,23 @@ class BackgroundRunner:
         `timeout` is not used: only remote workers are given one, and they do not run free.
         """
         self._pauses.begin(paused)
-        self.obey_pauses()
+        self.apply_pauses()
         self._supervisor.call("look", self._supervisor.everyone())
 
     def resume(self, paused: Paused | None = None) -> None:
         """End a pause (None: the last one); workers continue if no other pause holds."""
         with self._backend.uninterrupted():
             self._pauses.end(paused)
-            self.obey_pauses()
+            self.apply_pauses()
 
-    def obey_pauses(self) -> None:
+    def apply_pauses(self) -> None:
         """Make workers rest if a pause holds, and continue if none does."""
         with self._lock:
             before, self._counters.rest = self._counters.rest, self._pauses.hold
             woken = before and not self._counters.rest
         if woken:
-            self._supervisor.tell("look", wait=False)  # while another thread listens, they look on their own soon
+            # `wait=False`: while another thread listens, they look on their own soon.
+            self._supervisor.notify_all("look", wait=False)
 
     def stop(self, timeout: float) -> None:
         """Note that the run is over. Workers end with the backend, and `catch_up` counts their last frames."""
@@ -125,10 +126,10 @@ class BackgroundRunner:
     @property
     def running(self) -> bool:
         """Whether there are still frames to collect or to write."""
-        self.obey_pauses()
+        self.apply_pauses()
         self.catch_up()
         claimed, made = int(self._counters.claimed.sum()), int((self._counted - self._began)[0].sum())
-        left = claimed < self._counters.total or claimed - self._before > made
+        left = claimed < self._counters.total or claimed - self._claimed_before > made
         return left and not self._over and self._failure is None
 
     def paused_without(self, thread: int) -> bool:
@@ -145,7 +146,7 @@ class BackgroundRunner:
                 self._failure = error
         return self._failure
 
-    def look_for_silence(self) -> bool:
+    def check_progress(self) -> bool:
         """Find a worker that is stuck in a rollout, from the counters it writes, and handle it like a silent one.
 
         Return whether to check again later.
@@ -157,7 +158,7 @@ class BackgroundRunner:
         elif supervisor.listen_lock.acquire(blocking=False):  # else another thread listens, and may be replacing one
             try:
                 if (found := self._silent()) is not None:
-                    self._seen.pop(found[0].index)
+                    self._positions.pop(found[0].index)
                     supervisor.fail(*found)
             finally:
                 supervisor.listen_lock.release()
@@ -172,8 +173,8 @@ class BackgroundRunner:
         made = counters.made()[0]
         for worker in workers:
             place = int(counters.step[worker.index]), int(made[worker.index])
-            if worker.index not in self._seen or self._seen[worker.index][0] != place:
-                self._seen[worker.index] = place, now
+            if worker.index not in self._positions or self._positions[worker.index][0] != place:
+                self._positions[worker.index] = place, now
         return self._silence.check([(worker, self._silent_since(worker)) for worker in frozen_first(workers)])
 
     def exchange_statistics(self) -> None:
@@ -199,13 +200,13 @@ class BackgroundRunner:
         """Whether a restarted worker is joining: its answers should be read soon."""
         return any(worker.joining is not None for worker in self._backend.workers)
 
-    def _let_run(self, worker: WorkerHandle) -> None:
+    def _run_free(self, worker: WorkerHandle) -> None:
         """Tell a restarted worker to run free, without slots."""
         if not self._over and self._watch.ident:
             self._supervisor.send_call(worker, "run")
 
     def _silent_since(self, worker: WorkerHandle) -> float | None:
-        (step, _), since = self._seen[worker.index]
+        (step, _), since = self._positions[worker.index]
         return None if step == NOWHERE or worker.child.gone() else since
 
     def between(self, work: Callable[[], T]) -> T:
@@ -218,9 +219,9 @@ def _watch(watched: weakref.ref[BackgroundRunner], ended: threading.Event, perio
     wait = period
     while not ended.wait(wait):
         runner = watched()
-        if runner is None or not runner.look_for_silence():
+        if runner is None or not runner.check_progress():
             return
-        runner.obey_pauses()
+        runner.apply_pauses()
         runner.exchange_statistics()
-        wait = _LEAST if runner.awaits_newcomer else period
+        wait = _MIN_PERIOD if runner.awaits_newcomer else period
         del runner

@@ -56,12 +56,12 @@ class Halted(BaseException):
     """Raised inside a `take` that another thread has cancelled."""
 
 
-def break_off_when(asked: Callable[[], bool], worker: Any) -> None:
-    """Make a worker of this process call `asked` after every step; `Halted` is raised there once it returns True."""
+def halt_when(condition: Callable[[], bool], worker: Any) -> None:
+    """Make a worker of this process check `condition` after every step, and raise `Halted` there once it holds."""
     usual = worker.should_stop
 
     def stop() -> bool:
-        if asked():
+        if condition():
             raise Halted
         return usual is not None and bool(usual())
 
@@ -205,7 +205,7 @@ class WorkerConnection(Protocol):
     def fill(self, slot: int, *, random: bool) -> None:
         """Let the worker fill a slot; `random`: with random actions, if the worker does not decide that itself."""
 
-    def hear(self) -> tuple[list[Any], bool]:
+    def receive(self) -> tuple[list[Any], bool]:
         """Return the messages received since the last call, and whether the worker is gone and none will follow."""
 
 
@@ -296,10 +296,10 @@ class Delivery(Protocol):
     def take(self, *, random: bool, most: float) -> Rollout:
         """Return the next rollout; `most`: how many frames may still be ordered, if workers write them to a buffer."""
 
-    def forget_unfinished(self) -> None:
+    def discard_unfinished(self) -> None:
         """Let workers finish the rollouts that were begun and not delivered, and discard these."""
 
-    def begin_anew(self, workers: Sequence[int], call: int) -> None:
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
         """Discard the undelivered rollouts that these workers collected before `call`, which started new episodes."""
 
     def settle(self) -> tuple[int, int]:

@@ -28,10 +28,10 @@ from reap.backends.worker_server import RolloutReady
 from reap.core.slot import TRAJ_IDS, Pool, Slot
 from reap.spec import Key
 
-ALL = 2**62  # frames: stands for no limit
+NO_LIMIT = 2**62  # frames: stands for no limit
 OWN_SLOTS = 4  # of a worker out of step: one being filled, one full, two with the consumer
 _COMMON_SLOTS = 3  # of workers in step: two for the consumer, one to copy from while it holds both
-_AHEAD = 2  # slots that a worker that writes to a buffer is given at a time
+_SLOTS_AHEAD = 2  # slots that a worker that writes to a buffer is given at a time
 
 
 class InRounds(Delivery):
@@ -57,7 +57,7 @@ class InRounds(Delivery):
         """Tell every worker to fill this slot."""
         supervisor = self._supervisor
         self.unfinished = True
-        supervisor.set_random_frames(ALL if random else 0)
+        supervisor.set_random_frames(NO_LIMIT if random else 0)
         supervisor.transport.cut_short(False)
         for worker in supervisor.living:
             supervisor.fill(worker, slot)
@@ -70,7 +70,7 @@ class InRounds(Delivery):
                 supervisor.transport.cut_short(True)
             supervisor.listen()
 
-    def forget_unfinished(self) -> None:
+    def discard_unfinished(self) -> None:
         if self.unfinished:
             self._wait()
             for worker, ready in self._supervisor.arrived:
@@ -103,7 +103,7 @@ class InStep(InRounds):
         make = supervisor.transport.common_slots(workers, whole, _COMMON_SLOTS)
         self._pool = Pool(whole, limit=_COMMON_SLOTS - 1, make=lambda _, index: make(index))
 
-    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+    def take(self, *, random: bool, most: float = NO_LIMIT) -> Rollout:
         supervisor, workers = self._supervisor, self._supervisor.workers
         if not self.unfinished:
             self._filling = None if self._pool is None else self._pool.acquire()
@@ -114,10 +114,10 @@ class InStep(InRounds):
         filled, self._filling = self._filling, None
         frames, _ = super().settle()
         version = next(iter(full.values())).version
-        parts = [full.get(worker.index) or _nothing_of(worker, version) for worker in workers]
+        parts = [full.get(worker.index) or _placeholder(worker, version) for worker in workers]
         if filled is None or self._pool is None:
-            apart = [_apart(worker, part) for worker, part in zip(workers, parts)]
-            return Rollout({}, workers[0].info.layout, frames, version, parts=apart)
+            copied = [_copied_rollout(worker, part) for worker, part in zip(workers, parts)]
+            return Rollout({}, workers[0].info.layout, frames, version, parts=copied)
         lanes = [worker.info.layout.lanes for worker in workers]
         for first, worker in zip(itertools.accumulate(lanes, initial=0), workers):
             if worker.index not in full:
@@ -128,8 +128,8 @@ class InStep(InRounds):
         finals = joined_finals([part.finals for part in parts], lanes, filled.layout)
         return Rollout(arrays, filled.layout, frames, version, finals=finals)
 
-    def begin_anew(self, workers: Sequence[int], call: int) -> None:
-        """Do nothing: `forget_unfinished` has left no work pending."""
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
+        """Do nothing: `discard_unfinished` has left no work pending."""
 
     def settle(self) -> tuple[int, int]:
         slot, self._filling = self._filling, None
@@ -145,7 +145,7 @@ class AsReady(Delivery):
 
     def __init__(self, random_frames: int = 0) -> None:
         self._random_frames = random_frames
-        self._begun: set[int] = set()  # workers that were given their slots
+        self._started: set[int] = set()  # workers that were given their slots
 
     def preempts(self, workers: int) -> bool:
         return False
@@ -155,14 +155,14 @@ class AsReady(Delivery):
         supervisor.set_random_frames(self._random_frames)
         supervisor.transport.own_slots([worker for worker in supervisor.workers if not worker.slots], OWN_SLOTS)
 
-    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+    def take(self, *, random: bool, most: float = NO_LIMIT) -> Rollout:
         supervisor = self._supervisor
         for worker in supervisor.living:
-            if worker.index not in self._begun:
-                self._begun.add(worker.index)
+            if worker.index not in self._started:
+                self._started.add(worker.index)
                 for slot in range(OWN_SLOTS):
                     supervisor.fill(worker, slot)
-        self._take_back()
+        self._refill_returned()
         while not supervisor.arrived:
             supervisor.listen(first=True)
         worker, ready = supervisor.arrived.popleft()
@@ -180,17 +180,17 @@ class AsReady(Delivery):
         worker.lent.add(index)
         return slot.lend()
 
-    def _take_back(self) -> None:
+    def _refill_returned(self) -> None:
         """Give workers back the slots whose tensors the consumer has freed."""
         for worker in self._supervisor.living:
             for index in [index for index in worker.lent if worker.slots[index].returned]:
                 worker.lent.discard(index)
                 self._supervisor.fill(worker, index)
 
-    def forget_unfinished(self) -> None:
+    def discard_unfinished(self) -> None:
         """Do nothing: no batch is ever half collected."""
 
-    def begin_anew(self, workers: Sequence[int], call: int) -> None:
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
         arrived = self._supervisor.arrived
         for _ in range(len(arrived)):
             worker, ready = arrived.popleft()
@@ -217,9 +217,9 @@ class IntoBuffer(InRounds):
         if self.in_step and len({layout.steps for layout in layouts}) == 1:
             common_layout(layouts)  # refuses workers whose rows would not fit together
         supervisor.set_random_frames(self._random_frames)
-        supervisor.transport.own_slots(workers, _AHEAD, here=False)
+        supervisor.transport.own_slots(workers, _SLOTS_AHEAD, here=False)
 
-    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+    def take(self, *, random: bool, most: float = NO_LIMIT) -> Rollout:
         supervisor = self._supervisor
         if self.in_step:
             if not self.unfinished:
@@ -228,36 +228,37 @@ class IntoBuffer(InRounds):
             worker, ready = supervisor.arrived[0]
             frames, _ = self.settle()
         else:
-            self._ask_for_more(most)
+            self._order_more(most)
             while not supervisor.arrived:
                 supervisor.listen(first=True)
             worker, ready = supervisor.arrived.popleft()
             frames = ready.frames
         return Rollout({}, worker.info.layout, frames, ready.version, worker=worker.index)
 
-    def _ask_for_more(self, most: float) -> None:
+    def _order_more(self, most: float) -> None:
         """Order more rollouts, but no more than `most` frames: every rollout is written to the buffer."""
         supervisor = self._supervisor
-        asked = sum(ready.frames for _, ready in supervisor.arrived)
-        asked += sum(len(worker.pending_slots) * worker.size for worker in supervisor.workers)
-        for ahead in range(1, _AHEAD + 1):
+        ordered = sum(ready.frames for _, ready in supervisor.arrived)
+        ordered += sum(len(worker.pending_slots) * worker.size for worker in supervisor.workers)
+        for ahead in range(1, _SLOTS_AHEAD + 1):
             for worker in supervisor.living:
-                if len(worker.pending_slots) < ahead and asked < most:
-                    supervisor.fill(worker, next(slot for slot in range(_AHEAD) if slot not in worker.pending_slots))
-                    asked += worker.size
+                if len(worker.pending_slots) < ahead and ordered < most:
+                    free = next(slot for slot in range(_SLOTS_AHEAD) if slot not in worker.pending_slots)
+                    supervisor.fill(worker, free)
+                    ordered += worker.size
 
-    def begin_anew(self, workers: Sequence[int], call: int) -> None:
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
         """Do nothing: rollouts in the buffer stay there; the next takes count them."""
 
 
-def _apart(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
+def _copied_rollout(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
     arrays = {**worker.slots[ready.slot].copied(), **ready.loose}
     if worker.dropped and not ready.frames:
         _blank({key: array for key, array in arrays.items() if key not in ready.loose})
     return Rollout(arrays, worker.info.layout, ready.frames, ready.version, worker=worker.index)
 
 
-def _nothing_of(worker: WorkerHandle, version: int) -> RolloutReady:
+def _placeholder(worker: WorkerHandle, version: int) -> RolloutReady:
     """Return a placeholder for the rollout of a dropped worker: its rows are no frames."""
     layout = worker.info.layout
     loose = {key: np.empty((layout.steps, layout.lanes, *leaf.shape), object) for key, leaf in layout.loose.items()}

@@ -21,7 +21,7 @@ from torch import nn
 from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport, break_off_when
+from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport, halt_when
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.times import WorkClock
@@ -56,12 +56,12 @@ class InlineBackend(Backend):
         self._tracer: RolloutTracer | None = None
         self.on_rollout: Callable[..., None] | None = None  # called with each rollout
         self._episodes = EpisodeLog()
-        self._gate = threading.RLock()  # reentrant: a signal handler of the same thread may close
-        self._inside: dict[object, int] = {}  # the thread of each visit to the env
+        self._lock = threading.RLock()  # reentrant: a signal handler of the same thread may close
+        self._visits: dict[object, int] = {}  # the thread of each visit to the env
         self._closing = False  # whether the last visit closes the env
         # Not an Event: that is Python code, and Ctrl-C inside it could leave its lock held.
-        self._closed, self._open = False, threading.Lock()
-        self._open.acquire()  # released when the env is closed
+        self._closed, self._until_closed = False, threading.Lock()
+        self._until_closed.acquire()  # released when the env is closed
 
     @property
     def close_ends_take(self) -> bool:
@@ -72,15 +72,15 @@ class InlineBackend(Backend):
         """Return a context in which no other thread closes the env."""
         visit, thread = object(), threading.get_ident()
         try:
-            with self._gate:
-                self._inside[visit] = thread
+            with self._lock:
+                self._visits[visit] = thread
             if self._closing or self._closed:
                 raise Halted
             yield
         finally:
-            self._inside.pop(visit, None)  # first, in one call: else Ctrl-C could leave the visit registered
-            with self._gate:
-                last = self._closing and not self._inside
+            self._visits.pop(visit, None)  # first, in one call: else Ctrl-C could leave the visit registered
+            with self._lock:
+                last = self._closing and not self._visits
                 self._closing = self._closing and not last
             if last:
                 self._close()
@@ -89,14 +89,14 @@ class InlineBackend(Backend):
         env = self._plan.make_env()
         try:
             model = self._plan.make_policy()
-            there = device_worker(self._plan, env, model, same_slot=self._same_slot)
+            on_device = device_worker(self._plan, env, model, same_slot=self._same_slot)
         except BaseException:
             env.close()
             raise
         rebuilds = None if self._rebuild is None else RestartBudget(self._rebuild)
         why: str | None = "its lanes live on a device"
-        if there is not None:
-            self.worker = there
+        if on_device is not None:
+            self.worker = on_device
         else:
             self.worker = Worker(self._plan, parts=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
             why = self.worker.rebuilds.why_not
@@ -150,9 +150,9 @@ class InlineBackend(Backend):
         return Interrupts().held()
 
     def breaker(self) -> Callable[[], None]:
-        asked: list[bool] = []
-        break_off_when(lambda: bool(asked), self.worker)
-        return functools.partial(asked.append, True)
+        cancelled: list[bool] = []
+        halt_when(lambda: bool(cancelled), self.worker)
+        return functools.partial(cancelled.append, True)
 
     def publish(self, weights: Any = None) -> int:
         if self._transport == "none":
@@ -220,18 +220,18 @@ class InlineBackend(Backend):
 
     def activity(self) -> list[WorkerActivity]:
         at = getattr(self.worker.loop, "at", None)
-        text = "waits for the learner" if not self._inside else "collects" if at is None else f"is at step {at[0]}"
+        text = "waits for the learner" if not self._visits else "collects" if at is None else f"is at step {at[0]}"
         return [WorkerActivity(0, text, None, self.worker.lanes)]
 
     def stacks(self) -> dict[str, str]:
-        inside = list(self._inside.values())
+        inside = list(self._visits.values())
         own = stack_of(inside[-1]) if inside else "(nobody collects right now)"
         return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
 
     def close(self, *, failed: bool = False) -> None:
         """Close the env. If a thread is inside, that thread closes it after its current step."""
-        with self._gate:
-            if self._inside and not self.close_ends_take:
+        with self._lock:
+            if self._visits and not self.close_ends_take:
                 self._closing = True
                 self.breaker()()
                 return
@@ -239,16 +239,16 @@ class InlineBackend(Backend):
 
     def _close(self) -> None:
         self._closed = True
-        if self._open.locked():
-            self._open.release()
+        if self._until_closed.locked():
+            self._until_closed.release()
         self.profile({})
         if hasattr(self, "worker"):
             self.worker.close()
 
     def wait_closed(self, timeout: float) -> None:
         """Wait for the thread that is in the env, unless it is this one; raise `WorkerSilent` on timeout."""
-        inside = [one for one in self._inside.values() if self._closing and one != threading.get_ident()]
-        if inside and not (self._closed or self._open.acquire(timeout=timeout)):
+        inside = [one for one in self._visits.values() if self._closing and one != threading.get_ident()]
+        if inside and not (self._closed or self._until_closed.acquire(timeout=timeout)):
             raise WorkerSilent(
                 f"the thread that collects did not leave the env within {timeout:.1f} s; it closes it when it does. "
                 f"Its stack:\n{stack_of(inside[0])}"

@@ -68,7 +68,7 @@ class NestedRemoteWorker(RemoteWorker):
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self._refresh()
-        self._forget()
+        self._discard_held_back()
         self.worker.load_state(state.get("env_state_dict", {}), first_id, version)
         if self.info.has_weights and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
@@ -103,7 +103,7 @@ class NestedRemoteWorker(RemoteWorker):
     def _load(self, weights: Any, version: int) -> None:
         self._refresh()
         self.worker.publish(weights, version)
-        self.worker.look_at_weights()
+        self.worker.refresh_tensors()
 
 
 class _Processes:
@@ -112,8 +112,8 @@ class _Processes:
     span = (0.0, 0.0)  # of the last rollout
 
     def __init__(self, job: Job, nested: NestedWorkers) -> None:
-        self._index, self._of, self._version = job.index, job.workers, 0
-        plan = replace(job.plan, steps=_Share(job.plan.steps, nested.workers)) if nested.sync else job.plan
+        self._index, self._remote_workers, self._version = job.index, job.workers, 0
+        plan = replace(job.plan, steps=_SharedSteps(job.plan.steps, nested.workers)) if nested.sync else job.plan
         self._backend = WorkerBackend(
             [plan] * nested.workers,
             transport=SharedMemoryTransport(),
@@ -124,18 +124,18 @@ class _Processes:
             strategy=job.strategy,
         )
         try:
-            self._ask(self._backend.start)
+            self._call_backend(self._backend.start)
         except BaseException:
             self._backend.close()
             raise
-        self.info = self._seen_together(nested)
+        self.info = self._joint_info(nested)
         self.layout = self.info.layout
         self.tensors: list[Tensor] = []
         if self.info.packing is not None:
             self.tensors = self.info.packing.views(np.zeros(self.info.packing.nbytes, np.uint8))
-            self.look_at_weights()
+            self.refresh_tensors()
 
-    def _seen_together(self, nested: NestedWorkers) -> WorkerInfo:
+    def _joint_info(self, nested: NestedWorkers) -> WorkerInfo:
         infos = [remote.info for remote in self._backend.workers]
         own, lanes = infos[0].layout, sum(info.lanes for info in infos)
         if not nested.sync:
@@ -145,7 +145,7 @@ class _Processes:
             layout.look = replace(layout.look, dims=(nested.workers, *own.dims))
         return replace(infos[0], layout=layout, lanes=lanes)
 
-    def _ask(self, verb: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    def _call_backend(self, verb: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call a method of the backend; errors name a worker as "remote worker/process"."""
         try:
             return verb(*arguments, **options)
@@ -155,12 +155,12 @@ class _Processes:
 
     def fill(self, slot: Slot, *, random: bool) -> int:
         began = time.perf_counter()
-        rollout = self._ask(self._backend.take, random=random)
+        rollout = self._call_backend(self._backend.take, random=random)
         for key, array in rollout.arrays.items():
             slot.arrays[key][...] = array
         if TRAJ_IDS in slot.arrays:  # made unique among remote workers
             ids = slot.arrays[TRAJ_IDS]
-            ids *= self._of
+            ids *= self._remote_workers
             ids += self._index
         slot.finals, slot.state = rollout.finals, State.FULL
         self._version, self.span = rollout.version, (began, time.perf_counter())
@@ -200,26 +200,26 @@ class _Processes:
     def publish(self, weights: Any, version: int) -> None:
         """Send new weights to all processes."""
         self._backend.version = version - 1
-        self._ask(self._backend.publish, weights)
+        self._call_backend(self._backend.publish, weights)
 
-    def look_at_weights(self) -> None:
+    def refresh_tensors(self) -> None:
         """Copy the current weights into `tensors`, because the next update may leave some of them out."""
         for tensor, value in zip(self.tensors, self.weights().values() if self.tensors else ()):
             tensor.copy_(value)
 
     def weights(self) -> Any:
         """Return the weights of the first process; all have the same."""
-        return self._ask(self._backend.weights_of, 0)
+        return self._call_backend(self._backend.weights_of, 0)
 
     def reset(self, lanes: Any = None) -> None:
-        self._ask(self._backend.reset, lanes)
+        self._call_backend(self._backend.reset, lanes)
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        return self._ask(self._backend.set_seed, seed, static=static)
+        return self._call_backend(self._backend.set_seed, seed, static=static)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call all processes with the same arguments."""
-        self._ask(self._backend.call, name, self._backend.supervisor.everyone(*arguments))
+        self._call_backend(self._backend.call, name, self._backend.supervisor.everyone(*arguments))
 
     def find(self, path: str, call: Any) -> list[Any]:
         """Return what is at a path in each process, or what it returns there when called."""
@@ -227,21 +227,21 @@ class _Processes:
         return list(self._backend.find(path, calls).values())
 
     def state(self) -> dict[str, Any]:
-        state = self._ask(self._backend.state_dict)
-        first = int(state.pop("traj_pool")["traj_id"]) * self._of + self._index
+        state = self._call_backend(self._backend.state_dict)
+        first = int(state.pop("traj_pool")["traj_id"]) * self._remote_workers + self._index
         return {"env_state_dict": state, "traj_id": first}
 
     def load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
-        first = max(0, -(-(first_id - self._index) // self._of))
+        first = max(0, -(-(first_id - self._index) // self._remote_workers))
         loaded = {**state, "traj_pool": {"traj_id": first}, "policy_version": version}
-        self._ask(self._backend.load_state_dict, loaded)
+        self._call_backend(self._backend.load_state_dict, loaded)
 
     def close(self) -> None:
         self._backend.close()
 
 
 @dataclass(frozen=True)
-class _Share:
+class _SharedSteps:
     """Computes the steps of each process such that all together collect the requested frames."""
 
     steps: Callable[[int], int]

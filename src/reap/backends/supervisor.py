@@ -46,8 +46,8 @@ from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDie
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import fresh_seed
 
-Heard = Callable[[WorkerHandle, Any], None]
-FIRST = 0  # stands for the call number of the first message a worker sends, which answers no call
+OnAnswer = Callable[[WorkerHandle, Any], None]
+UNREQUESTED = 0  # stands for the call number of the first message a worker sends, which answers no call
 
 
 class Supervisor:
@@ -68,7 +68,7 @@ class Supervisor:
         self._joining = None if joining is None else weakref.WeakMethod(joining)
         self._budget = RestartBudget(self.on_failure)
         self._causes: dict[int, ReapError] = {}  # why each worker whose replacement is starting had failed
-        self.on_return: Callable[[WorkerHandle], None] | None = None  # called with each worker that was restarted
+        self.on_restarted: Callable[[WorkerHandle], None] | None = None  # called with each worker that was restarted
         self.catch_up: Callable[[], None] | None = None  # adds up what free-running workers have collected
         self.silence = Silence(timeout)
         self.workers: list[WorkerHandle] = []
@@ -78,7 +78,7 @@ class Supervisor:
         self.statistics = StatisticsPool()  # running statistics of the workers' envs
         self.on_rollout: Callable[..., None] | None = None  # called with each rollout that arrives
         self.calls = 0  # the number of the last call
-        self._heard: Heard | None = None  # called with each answer to the last call as it arrives
+        self._on_answer: OnAnswer | None = None  # called with each answer to the last call as it arrives
         self.interrupts = Interrupts()
         self.listen_lock = threading.RLock()  # one thread at a time listens
         self._random_frames = 0  # the first frames of the run that have random actions
@@ -104,7 +104,7 @@ class Supervisor:
         if self.on_failure.action != "restart":
             for worker in new:
                 worker.job = None  # this also closes our duplicates of the file descriptors in it
-        for index, info in self.answers(new, FIRST, grace=BOOT).items():
+        for index, info in self.answers(new, UNREQUESTED, grace=BOOT).items():
             self.workers[index].info = info
             self._started(self.workers[index])
         return new
@@ -143,7 +143,7 @@ class Supervisor:
         with self.interrupts.held():  # a few seconds at most; an interrupt would leave workers running
             alone = self.listen_lock.acquire(blocking=False)
             if not alone:  # another thread waits for workers: it must leave before the transport is closed
-                self.break_off()
+                self.halt()
                 alone = self.listen_lock.acquire(timeout=LEAVE)
             try:
                 workers, self.workers = self.workers, []
@@ -157,7 +157,7 @@ class Supervisor:
                 if alone:
                     self.listen_lock.release()
 
-    def break_off(self) -> None:
+    def halt(self) -> None:
         """Make the thread that waits for workers, if any, stop waiting and raise `Halted`."""
         self._halted = True
         self.interrupts.wake()
@@ -170,7 +170,7 @@ class Supervisor:
         `first`: raise no failure while there are rollouts to take. `within`: the most seconds to wait; 0 does not wait.
         """
         if self._failure is None:
-            silent = self.silence.patience(self._waited_for())
+            silent = self.silence.patience(self._silent_since())
             waits = [seconds for seconds in (within, silent) if seconds is not None]
             ready = self.transport.wait(min(waits, default=None))
             self.interrupts.let_in()
@@ -178,14 +178,14 @@ class Supervisor:
                 raise Halted
             for index in ready:
                 if not self.workers[index].dropped:
-                    self._hear(self.workers[index])
+                    self._receive(self.workers[index])
             self._check_silence()  # last: a worker that has sent something is not silent, however late it is read
         if self._failure is not None and not (first and self.arrived):
             raise self._failure
 
-    def _hear(self, worker: WorkerHandle) -> None:
+    def _receive(self, worker: WorkerHandle) -> None:
         connection = worker.live_connection
-        messages, ended = connection.hear()
+        messages, ended = connection.receive()
         for message in messages:
             worker.busy_since = time.monotonic()
             if message == HELLO:
@@ -199,13 +199,13 @@ class Supervisor:
             if isinstance(message, RolloutReady):
                 self._file(worker, message)
                 continue
-            call, value = (message.call, message.value) if isinstance(message, Answer) else (FIRST, message)
+            call, value = (message.call, message.value) if isinstance(message, Answer) else (UNREQUESTED, message)
             if worker.joining is not None:
-                self._go_on_joining(worker, value)
+                self._continue_joining(worker, value)
             elif call == worker.pending_call:  # else the call was interrupted, and nobody waits for the answer
                 worker.answered(message)
-                if call != FIRST and self._heard is not None and not isinstance(value, Raised):
-                    self._heard(worker, value)
+                if call != UNREQUESTED and self._on_answer is not None and not isinstance(value, Raised):
+                    self._on_answer(worker, value)
             if worker.live_connection is not connection:
                 return  # it has failed while joining, and was launched again
         if ended and worker.live_connection is connection:
@@ -230,16 +230,12 @@ class Supervisor:
         """Return an error with its worker's name and position added."""
         return error.at(worker=worker.name, **self.transport.position(worker))
 
-    def death(self, worker: WorkerHandle) -> ReapError:
-        """Return the error for a worker that is gone."""
-        return self.at(worker, worker.child.death())
-
-    def _waited_for(self) -> list[tuple[WorkerHandle, float | None]]:
+    def _silent_since(self) -> list[tuple[WorkerHandle, float | None]]:
         """Return workers, each with the time since when it has been silent; None: nothing is expected of it."""
         return [(worker, worker.busy_since if worker.busy else None) for worker in self.workers]
 
     def _check_silence(self) -> None:
-        if self._failure is None and (found := self.silence.check(self._waited_for())) is not None:
+        if self._failure is None and (found := self.silence.check(self._silent_since())) is not None:
             self.fail(*found)
 
     def poll_failures(self) -> None:
@@ -271,7 +267,7 @@ class Supervisor:
             if not self.living:
                 self._failure = error
         elif (why := self._budget.spend(worker.failed_starts)) is None:
-            self._start_again(worker, error)
+            self._restart(worker, error)
         else:
             self._failure = refused(error, why)
 
@@ -282,14 +278,14 @@ class Supervisor:
             self.catch_up()
         self.transport.release_claims(worker)
 
-    def _count_rebuilt(self, worker: WorkerHandle, told: EnvRebuilt) -> None:
+    def _count_rebuilt(self, worker: WorkerHandle, rebuilt: EnvRebuilt) -> None:
         """Count an env that a worker has rebuilt; too many of them are a failure."""
         try:
-            self._budget.count_rebuilt(worker.index, self.at(worker, told.cause.unpack()), told.seconds)
+            self._budget.count_rebuilt(worker.index, self.at(worker, rebuilt.cause.unpack()), rebuilt.seconds)
         except ReapError as error:
             self._failure = self._failure or error
 
-    def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
+    def _restart(self, worker: WorkerHandle, error: ReapError) -> None:
         """Launch a replacement for a worker. It joins while the other workers continue."""
         if worker.joining is None:
             worker.failed_at = time.monotonic()
@@ -321,7 +317,7 @@ class Supervisor:
                 self.send_call(worker, name, *arguments)
                 yield
 
-    def _go_on_joining(self, worker: WorkerHandle, answer: Any) -> None:
+    def _continue_joining(self, worker: WorkerHandle, answer: Any) -> None:
         if isinstance(answer, Raised):
             self.fail(worker, answer.unpack())
             return
@@ -331,17 +327,17 @@ class Supervisor:
         except SpecMismatch as error:
             self._failure = self._failure or self.at(worker, error)
         except StopIteration:
-            self._returned(worker)
+            self._finish_joining(worker)
 
-    def _returned(self, worker: WorkerHandle) -> None:
+    def _finish_joining(self, worker: WorkerHandle) -> None:
         """Give a restarted worker that is up to date now its pending work, and report the restart."""
-        if worker.pending_call == FIRST:  # a caller waits for its `WorkerInfo`
+        if worker.pending_call == UNREQUESTED:  # a caller waits for its `WorkerInfo`
             worker.answered(worker.info)
         worker.failed_starts = 0
         worker.resend_pending()
         self._started(worker)
-        if self.on_return is not None:
-            self.on_return(worker)
+        if self.on_restarted is not None:
+            self.on_restarted(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
@@ -360,18 +356,20 @@ class Supervisor:
             self.listen()
         return {worker.index: worker.inbox.popleft() for worker in workers if not worker.dropped}
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]], heard: Heard | None = None) -> dict[int, Any]:
+    def call(
+        self, name: str, arguments: Mapping[int, Sequence[Any]], on_answer: OnAnswer | None = None
+    ) -> dict[int, Any]:
         """Call workers (by number) all at once; they answer between two rollouts.
 
-        Return their answers by number. Workers that are dropped, before or meanwhile, give none. `heard` is called with
-        each answer as it arrives: a worker may fail, and its replacement depend on it, before all have answered.
+        Return their answers by number. Workers that are dropped, before or meanwhile, give none. `on_answer` is called
+        with each answer as it arrives: a worker may fail, and its replacement depend on it, before all have answered.
         """
         with self.listen_lock, self.interrupts.held():
             self.calls += 1
-            self._heard = heard
+            self._on_answer = on_answer
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
-                worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))
+                worker.call(dumps((self.calls, name, tuple(arguments[worker.index])), name))
             answers = {index: answer.value for index, answer in self.answers(workers, self.calls).items()}
             names = {worker.index: worker.name for worker in workers}
         for index, answer in answers.items():
@@ -379,7 +377,7 @@ class Supervisor:
                 raise answer.unpack().at(worker=names[index])
         return answers
 
-    def tell(self, name: str, *, wait: bool = True) -> None:
+    def notify_all(self, name: str, *, wait: bool = True) -> None:
         """Call all workers without waiting for answers. `wait`: wait for a listening thread; else skip the call."""
         with self.interrupts.held():
             if self.listen_lock.acquire(blocking=wait):
@@ -423,16 +421,16 @@ class Supervisor:
     def share_statistics(self, worker: WorkerHandle) -> None:
         """Send a worker the running statistics of the other envs, if they are new to it. Wait for no answer."""
         pool = self.statistics
-        if pool.version > worker.statistics_heard and worker.joining is None:
-            worker.statistics_heard = pool.version
+        if pool.version > worker.statistics_sent and worker.joining is None:
+            worker.statistics_sent = pool.version
             self.send_call(worker, "hear_statistics", pool.for_worker(worker.index))
 
-    def count_wanted(self, anew: Sequence[int]) -> None:
-        """Recount the ordered frames, without the frames not yet taken of workers that start `anew`."""
+    def recount_ordered(self, restarting: Sequence[int]) -> None:
+        """Recount the ordered frames, without the frames not yet taken of workers in `restarting`."""
         self._frames_ordered = 0
         for worker in self.workers:
-            without = -self.waiting(worker)[0] if worker.index in anew else len(worker.pending_slots) * worker.size
-            self._frames_ordered += worker.frames + without
+            extra = -self.waiting(worker)[0] if worker.index in restarting else len(worker.pending_slots) * worker.size
+            self._frames_ordered += worker.frames + extra
 
     def waiting(self, worker: WorkerHandle) -> tuple[int, int]:
         """Return the number of frames and rollouts of a worker that were not taken yet."""
@@ -441,11 +439,11 @@ class Supervisor:
 
     def drain(self, within: float | None = None) -> None:
         """Wait up to `within` seconds until workers have finished their slots; the rollouts stay in `arrived`."""
-        began, left, heard = time.monotonic(), within, False
+        began, left, listened = time.monotonic(), within, False
         with self.listen_lock, self.interrupts.held():
             while any(worker.pending_slots for worker in self.living):
-                if left == 0 and heard:
+                if left == 0 and listened:
                     raise NotReady(f"workers are still busy after {within:g} s")
                 self.listen(within=left)
-                heard = True
+                listened = True
                 left = None if within is None else max(began + within - time.monotonic(), 0)

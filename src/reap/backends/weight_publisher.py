@@ -25,7 +25,7 @@ from reap.weights.shared import Packing
 from reap.weights.strategy import Extracted
 
 
-class _Given(NamedTuple):
+class _Update(NamedTuple):
     """Weights that were sent to one worker alone."""
 
     data: bytes
@@ -49,8 +49,8 @@ class WeightPublisher:
         self._lock = threading.Lock()  # taken after `listen_lock`, if both are held
         # By worker: the updates sent to it alone since weights last went to all. An older update is kept while it has a
         # tensor that no newer one has.
-        self._own: dict[int, tuple[_Given, ...]] = {}
-        self._loaded: tuple[_Given, ...] = ()  # of a state loaded since then, for workers not in `_own`
+        self._own: dict[int, tuple[_Update, ...]] = {}
+        self._loaded: tuple[_Update, ...] = ()  # of a state loaded since then, for workers not in `_own`
 
     def choose_packing(self) -> Packing | None:
         """Choose and return the packing of weights for all; None if policies differ, or each worker is sent its own."""
@@ -117,14 +117,14 @@ class WeightPublisher:
         for worker in supervisor.workers if supervisor.on_failure.action == "raise" else ():
             if worker.child.gone():  # an update for a dead worker would be lost silently
                 supervisor.poll_failures()  # raises the worker's own error message, if it is still unread
-                raise supervisor.death(worker)
+                raise supervisor.at(worker, worker.child.death())
 
     def begin_with(self, weights: Mapping[int, Any]) -> None:
         """Send workers (by number) their weights before any of them acts. These have the first version."""
         self._send(weights, self.version)
 
     def _send(self, weights: Mapping[int, Any], version: int) -> None:
-        packed: dict[int, _Given] = {}
+        packed: dict[int, _Update] = {}
         for w, given in weights.items():
             info = self._supervisor.workers[w].info
             sent: Any = given
@@ -134,17 +134,17 @@ class WeightPublisher:
                 sent = as_named(given)  # a module may hold what cannot be pickled
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
-        with supervisor.listen_lock, supervisor.interrupts.held(), self._kept(packed):
+        with supervisor.listen_lock, supervisor.interrupts.held(), self._remembering(packed):
             supervisor.wait_for_newcomers(list(packed))  # they may still read the memory that these are written to
             calls = {w: (transport.pass_weights(workers[w], one.data), version) for w, one in packed.items()}
             supervisor.call("load_weights", calls)
 
     @contextlib.contextmanager
-    def _kept(self, packed: Mapping[int, _Given]) -> Iterator[None]:
+    def _remembering(self, packed: Mapping[int, _Update]) -> Iterator[None]:
         """Keep these weights for replacements while workers are sent them inside; forget them if a worker refuses."""
         before = self._own
-        if self._workers_come_later:
-            added = {w: (*_rest(before.get(w, self._loaded), one.names), one) for w, one in packed.items()}
+        if self._has_later_workers:
+            added = {w: (*_still_needed(before.get(w, self._loaded), one.names), one) for w, one in packed.items()}
             self._own = {**before, **added}
         try:
             yield
@@ -156,23 +156,23 @@ class WeightPublisher:
     def loading(self, states: Mapping[int, Mapping[str, Any]], version: int) -> Iterator[None]:
         """Keep the weights in these states for replacements, while workers load the states inside."""
         held = {w: state["policy_state_dict"] for w, state in states.items() if state.get("policy_state_dict")}
-        kept = {w: _packed(weights, version) for w, weights in held.items()} if self._workers_come_later else {}
-        with self._kept(kept):
+        kept = {w: _packed(weights, version) for w, weights in held.items()} if self._has_later_workers else {}
+        with self._remembering(kept):
             yield
             self._loaded = self._own.get(0, ())
 
-    def known(self, worker: int) -> dict[str, Any] | None:
+    def current(self, worker: int) -> dict[str, Any] | None:
         """Return the weights this worker would be sent now; None if this process does not have them."""
         given = self._source.get(worker) if by_worker(self._source) else self._source
         return None if given is None or isinstance(given, Extracted) else detached(given)
 
-    def check(self, worker: WorkerHandle) -> None:
+    def check_packing(self, worker: WorkerHandle) -> None:
         """Raise if a worker that was started later has a policy with other weights than the others."""
         if self._channel is not None and worker.info.packing != self._channel.packing:
             raise SpecMismatch(f"worker {worker.index}: its policy's weights are not those of the others")
 
     @property
-    def _workers_come_later(self) -> bool:
+    def _has_later_workers(self) -> bool:
         return self._supervisor.transport.can_add_workers or self._supervisor.on_failure.action == "restart"
 
     def weights_for_newcomer(self, worker: WorkerHandle) -> Iterator[tuple[Any, int]]:
@@ -181,11 +181,11 @@ class WeightPublisher:
             yield self._supervisor.transport.pass_weights(worker, one.data), one.version
 
 
-def _packed(weights: Any, version: int) -> _Given:
+def _packed(weights: Any, version: int) -> _Update:
     names = frozenset[str]() if isinstance(weights, Extracted) else frozenset(map(str, weights))
-    return _Given(dumps(weights, "weights"), version, names)
+    return _Update(dumps(weights, "weights"), version, names)
 
 
-def _rest(given: Sequence[_Given], names: frozenset[str]) -> Iterator[_Given]:
+def _still_needed(given: Sequence[_Update], names: frozenset[str]) -> Iterator[_Update]:
     """Return those updates that have tensors besides `names`. (`Extracted` has no names: the next one replaces it.)"""
     return (one for one in given if one.names - names)

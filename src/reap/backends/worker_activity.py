@@ -18,13 +18,13 @@ def activity_of(workers: Sequence[WorkerHandle], transport: Transport) -> list[W
     found = []
     for worker in workers:
         if worker.connection is not None and hasattr(worker, "info"):
-            near = getattr(worker.child, "ask_stacks", dict) is not dict  # it is a process of this machine
-            pid = worker.child.pid if near else None
-            found.append(WorkerActivity(worker.index, _doing(worker, transport), pid, worker.info.lanes))
+            local = getattr(worker.child, "ask_stacks", dict) is not dict  # it is a process of this machine
+            pid = worker.child.pid if local else None
+            found.append(WorkerActivity(worker.index, _activity(worker, transport), pid, worker.info.lanes))
     return found
 
 
-def _doing(worker: WorkerHandle, transport: Transport) -> str:
+def _activity(worker: WorkerHandle, transport: Transport) -> str:
     if worker.dropped or worker.joining is not None:
         return "has failed, and was dropped" if worker.dropped else "is being started again"
     place = transport.position(worker)

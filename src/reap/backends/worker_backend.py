@@ -17,12 +17,12 @@ import torch
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
 from reap.backends.base import Backend, Delivery, Rollout, Transport, WorkerActivity, WorkerReport
-from reap.backends.delivery import ALL, IntoBuffer
-from reap.backends.supervisor import Heard, Supervisor
+from reap.backends.delivery import NO_LIMIT, IntoBuffer
+from reap.backends.supervisor import OnAnswer, Supervisor
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_activity import activity_of, stacks_of
 from reap.backends.worker_handle import WorkerHandle
-from reap.backends.worker_server import Hooks, Job, changed
+from reap.backends.worker_server import Hooks, Job, changed_hooks
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import as_moments, as_tensors, merged
 from reap.core.measuring.times import WorkClock
@@ -89,7 +89,7 @@ class WorkerBackend(Backend):
             self.delivery.prepare(supervisor)
             packing = self._weights.choose_packing()
             beginnings = {worker.index: self.transport.begin_arguments(worker, packing) for worker in self.workers}
-            supervisor.call("begin", beginnings, _has_begun)
+            supervisor.call("begin", beginnings, _mark_begun)
             self._weights.open()
 
     def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
@@ -103,11 +103,11 @@ class WorkerBackend(Backend):
                 raise WrongState("a batch is half made: take it before more workers come")
             new = supervisor.start(self._jobs(plans, len(self.workers)))
             for worker in new:
-                self._weights.check(worker)
+                self._weights.check_packing(worker)
             self.delivery.prepare(supervisor)
             for worker in new:
                 for name, arguments in self._joining(worker):
-                    supervisor.call(name, {worker.index: arguments}, _has_begun if name == "begin" else None)
+                    supervisor.call(name, {worker.index: arguments}, _mark_begun if name == "begin" else None)
 
     def _joining(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
         """Yield the calls that bring a worker that starts later up to date: location of its memory, latest weights, new
@@ -116,18 +116,18 @@ class WorkerBackend(Backend):
         self._id_block += 1
         yield "begin", self.transport.begin_arguments(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        goes_on, state_after = worker.can_resume, worker.state_after
-        state = {"resume": state_after} if goes_on else {}
-        if not goes_on:
+        resumes, state_after = worker.can_resume, worker.state_after
+        state = {"resume": state_after} if resumes else {}
+        if not resumes:
             worker.keep_counts()
         yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
-        if worker.index in self._seeds and not goes_on:
+        if worker.index in self._seeds and not resumes:
             seed, static = self._seeds[worker.index]
             again = self._job_fields.get("saves") and state_after is None  # it has collected nothing yet
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
         for own in self._weights.weights_for_newcomer(worker):
             yield "load_weights", own
-        if worker.rollouts and not goes_on:
+        if worker.rollouts and not resumes:
             yield "mark_cut", ()
 
     def close(self, *, failed: bool = False) -> None:
@@ -167,12 +167,12 @@ class WorkerBackend(Backend):
         return self.supervisor.on_rollout
 
     @on_rollout.setter
-    def on_rollout(self, tell: Callable[..., None] | None) -> None:
-        self.supervisor.on_rollout = tell
+    def on_rollout(self, callback: Callable[..., None] | None) -> None:
+        self.supervisor.on_rollout = callback
 
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
-    def take(self, *, random: bool = False, most: float = ALL) -> Rollout:
+    def take(self, *, random: bool = False, most: float = NO_LIMIT) -> Rollout:
         """Return the next rollout: of all workers (in step), or of the first worker that is ready.
 
         `most`: how many frames may still be ordered, where workers write them to a buffer as they collect them.
@@ -188,7 +188,7 @@ class WorkerBackend(Backend):
         return self.supervisor.interrupts.held()
 
     def breaker(self) -> Callable[[], None]:
-        return self.supervisor.break_off
+        return self.supervisor.halt
 
     def drain(self, within: float | None = None) -> None:
         """Wait up to `within` seconds until workers have finished their slots; the rollouts are kept for `take`."""
@@ -237,7 +237,7 @@ class WorkerBackend(Backend):
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Set hooks of all workers, also of later ones, by name: `pre_collect_hook`, `post_collect_hook`."""
         self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
-        hooks: Hooks = changed(self._job_fields.get("hooks"), new)
+        hooks: Hooks = changed_hooks(self._job_fields.get("hooks"), new)
         self._job_fields["hooks"] = hooks
         self.supervisor.change_jobs(hooks=hooks)
 
@@ -275,8 +275,8 @@ class WorkerBackend(Backend):
         """Start new episodes in all workers, or in some."""
         if lanes is not None:
             raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
-        self._begin_anew(
-            "reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()), _began_anew
+        self._start_new_episodes(
+            "reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()), _keep_state
         )
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
@@ -285,19 +285,19 @@ class WorkerBackend(Backend):
         for worker in self.workers:
             calls[worker.index] = self._seeds[worker.index] = (seed, static)
             _, seed = chain(seed, worker.info.lanes, static=static)
-        self._begin_anew("set_seed", calls, _seeded)
+        self._start_new_episodes("set_seed", calls, _keep_seeded_state)
         return seed
 
-    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]], heard: Heard) -> None:
+    def _start_new_episodes(self, name: str, calls: Mapping[int, Sequence[Any]], on_answer: OnAnswer) -> None:
         """Make a call that ends all episodes, and discard the undelivered rollouts that were collected before it."""
         supervisor = self.supervisor
         with supervisor.listen_lock, supervisor.interrupts.held():
-            self.delivery.forget_unfinished()
-            supervisor.count_wanted(anew=list(calls))
+            self.delivery.discard_unfinished()
+            supervisor.recount_ordered(restarting=list(calls))
             taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
             number = supervisor.calls + 1
-            supervisor.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()}, heard)
-            self.delivery.begin_anew(list(calls), number)
+            supervisor.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()}, on_answer)
+            self.delivery.discard_before(list(calls), number)
 
     def state_dict(self) -> dict[str, Any]:
         """Return env states, trajectory ids, counts and weights of all workers."""
@@ -322,7 +322,7 @@ class WorkerBackend(Backend):
             frames, rollouts = self._taken(worker)
             lanes = worker.info.lanes
             counts = Stats.counted(lanes, worker.stats, frames=frames, rollouts=rollouts).state()
-            weights = self._weights.known(worker.index) if worker.info.has_weights else None
+            weights = self._weights.current(worker.index) if worker.info.has_weights else None
             each[f"worker{worker.index}"] = {
                 "env_state_dict": {},
                 "frames": frames,
@@ -356,17 +356,17 @@ class WorkerBackend(Backend):
             own = {w: _with_ids_from(first, one) for w, one in own.items()}
 
         def loaded(worker: WorkerHandle, state_after: Any) -> None:
-            _began_anew(worker, state_after)
+            _keep_state(worker, state_after)
             worker.load_counts(own[worker.index])
 
         with supervisor.listen_lock, supervisor.interrupts.held():
-            self.delivery.forget_unfinished()
+            self.delivery.discard_unfinished()
             for w, worker in enumerate(self.workers):
                 frames, rollouts = supervisor.waiting(worker)
                 worker.frames = int(own[w].get("frames", 0)) + frames
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             with self._weights.loading(own, self.version):
-                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own}, loaded)
+                self._start_new_episodes("load_state", {w: (own[w], first, self.version) for w in own}, loaded)
             self._load_statistics(state)
 
     def _load_statistics(self, state: Mapping[str, Any]) -> None:
@@ -390,20 +390,20 @@ def _shape(parts: Sequence[Any]) -> tuple[int, ...]:
     return next((tuple(one[1].shape) for one in parts if one is not None), ())
 
 
-def _has_begun(worker: WorkerHandle, _: Any) -> None:
+def _mark_begun(worker: WorkerHandle, _: Any) -> None:
     """Note that a worker has mapped its memory. From this moment on a replacement must receive `begin` too."""
     worker.begun = True
 
 
-def _began_anew(worker: WorkerHandle, state_after: Any) -> None:
+def _keep_state(worker: WorkerHandle, state_after: Any) -> None:
     """Note the state in which a worker started new episodes: a replacement resumes from it, if one was reported."""
     worker.state_after = state_after
 
 
-def _seeded(worker: WorkerHandle, state_after: Any) -> None:
+def _keep_seeded_state(worker: WorkerHandle, state_after: Any) -> None:
     """Note the state of a worker that was seeded. Without a resumable state, a replacement starts from the seed."""
-    goes_on = state_after is not None and state_after.get("why") is None
-    worker.state_after = state_after if goes_on else None
+    resumes = state_after is not None and state_after.get("why") is None
+    worker.state_after = state_after if resumes else None
 
 
 def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,14 +28,14 @@ class WorkerHandle:
         self.busy_since = 0.0  # when it last sent something, or received work while idle
         self.pending_slots: dict[int, bool] = {}  # slots it has been told to fill, and whether with random actions
         self.pending_call: int | None = None  # the number of the call it has not answered yet
-        self._pending_question = b""  # that call, serialized
+        self._pending_call_data = b""  # that call, serialized
         self.stats: Mapping[str, Any] = Stats(0).summary()  # all zero so far
-        self._earlier: Mapping[str, Any] = self.stats  # counts of the workers this one has replaced
+        self._predecessors: Mapping[str, Any] = self.stats  # counts of the workers this one has replaced
         self.clock_behind = float("inf")  # seconds by which its clock is behind ours: the best estimate
-        self.statistics_heard = 0  # the version of the statistics it was last sent
+        self.statistics_sent = 0  # the version of the statistics it was last sent
         self.frames = self.rollouts = 0  # collected so far
         self.made_at_answer = 0, 0  # its frames and rollouts when it answered the last call
-        self._earlier_at_answer: Mapping[str, Any] = self._earlier  # `_earlier` at that time
+        self._predecessors_at_answer: Mapping[str, Any] = self._predecessors  # `_predecessors` at that time
         self.begun = False  # whether it has mapped its memory and can collect rollouts
         self.joining: Generator[None, Any, None] | None = None  # while it restarts: the calls that update it
         self.failed_at = 0.0  # when the failure of its predecessor was noticed
@@ -69,11 +69,11 @@ class WorkerHandle:
         if self.joining is None:  # else `resend_pending` sends it
             self.live_connection.fill(slot, random=random)
 
-    def ask(self, question: bytes) -> None:
+    def call(self, data: bytes) -> None:
         """Send it a call; if it is being restarted, `resend_pending` sends the call later."""
-        self._pending_question = question
+        self._pending_call_data = data
         if self.joining is None:
-            self.live_connection.call(question)
+            self.live_connection.call(data)
 
     def expect_answer(self, call: int, grace: float = 0.0) -> None:
         """Note that it owes an answer to this call; `grace`: extra seconds it may take."""
@@ -87,7 +87,7 @@ class WorkerHandle:
         """Store its answer to its last call."""
         self.pending_call = None
         self.inbox.append(answer)
-        self.made_at_answer, self._earlier_at_answer = (self.frames, self.rollouts), self._earlier
+        self.made_at_answer, self._predecessors_at_answer = (self.frames, self.rollouts), self._predecessors
 
     @property
     def restarts(self) -> int:
@@ -101,26 +101,26 @@ class WorkerHandle:
 
     def keep_counts(self) -> None:
         """Keep the counts of a worker that is being replaced, because its replacement counts from zero."""
-        self._earlier, self.clock_behind, self.statistics_heard = self.stats, float("inf"), -1
+        self._predecessors, self.clock_behind, self.statistics_sent = self.stats, float("inf"), -1
 
     def with_counts(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state it has answered with, with the counts of the workers it had replaced by then added."""
         resume = state.get("resume")
         if resume is None:
             return state
-        return {**state, "resume": {**resume, "statistics": added(resume["statistics"], self._earlier_at_answer)}}
+        return {**state, "resume": {**resume, "statistics": added(resume["statistics"], self._predecessors_at_answer)}}
 
     def load_counts(self, state: Mapping[str, Any]) -> None:
         """Set its counts to those in the state it has loaded."""
         if (resume := state.get("resume")) is not None:
-            self._earlier = Stats(0).summary()
+            self._predecessors = Stats(0).summary()
             self.stats = Stats.of(resume["statistics"]).summary()
 
     def resend_pending(self) -> None:
         """Send the replacement, which is ready now, the call and the slots that its predecessor left undone."""
         self.joining, self.busy_since = None, time.monotonic()
-        if self.pending_call is not None and self._pending_question:
-            self.live_connection.call(self._pending_question)
+        if self.pending_call is not None and self._pending_call_data:
+            self.live_connection.call(self._pending_call_data)
         for slot, random in self.pending_slots.items():
             self.live_connection.fill(slot, random=random)
 
@@ -132,7 +132,7 @@ class WorkerHandle:
 
     def keep_stats(self, stats: Mapping[str, Any]) -> None:
         """Store its counts so far, added to those of the workers it has replaced."""
-        self.stats = counted_on(self._earlier, stats)
+        self.stats = counted_on(self._predecessors, stats)
 
     def discard_rollout(self, frames: int) -> None:
         """Subtract a rollout that will not be delivered."""

@@ -35,7 +35,7 @@ from reap.weights.strategy import Extracted
 Hooks = tuple[Callable[[], Any] | None, Callable[[Any], Any] | None]  # called before each rollout, and with each batch
 
 
-def changed(hooks: Hooks | None, new: Mapping[str, Any]) -> Hooks:
+def changed_hooks(hooks: Hooks | None, new: Mapping[str, Any]) -> Hooks:
     """Return `hooks` with the entries named in `new` replaced."""
     before, after = hooks or (None, None)
     return new.get("pre_collect_hook", before), new.get("post_collect_hook", after)
@@ -118,7 +118,7 @@ class EnvRebuilt:
 
 
 HELLO = "hello"  # first message of a worker's process: it has started, and runs the user's code next
-_ANEW = ("reset", "set_seed", "load_state")  # calls that start new episodes
+_STARTS_EPISODES = ("reset", "set_seed", "load_state")  # calls that start new episodes
 
 
 class WorkerServer:
@@ -151,13 +151,13 @@ class WorkerServer:
         return self._hooks if self.writer is None else (self.writer.before, self.writer.hook)
 
     def _build(self, plan: Plan, workers: int) -> None:
-        said: list[warnings.WarningMessage] = []
+        caught: list[warnings.WarningMessage] = []
         try:
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 rebuilds = self.rebuilds if plan.cut_column else None
                 self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers), rebuilds=rebuilds)
         finally:
-            for one in said:
+            for one in caught:
                 if not issubclass(one.category, PolicyWarning):
                     warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         model = self.worker.model
@@ -169,7 +169,7 @@ class WorkerServer:
             packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
             needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
             has_weights=isinstance(model, nn.Module),
-            warnings=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
+            warnings=tuple(str(one.message) for one in caught if issubclass(one.category, PolicyWarning)),
             lanes=self.worker.lanes,
             learns=bool(self.worker.running_statistics()),
         )
@@ -177,7 +177,7 @@ class WorkerServer:
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
         """Execute a call and return the answer. A `UsageError` is returned too; other errors end the worker."""
         self.doing = name
-        self.since = call if name in _ANEW else self.since
+        self.since = call if name in _STARTS_EPISODES else self.since
         answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
         self.doing = "waiting"
         return answer
@@ -207,7 +207,7 @@ class WorkerServer:
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         return self.worker.fill(slot, random=random)
 
-    def _full(self, number: int, slot: Slot, frames: int) -> RolloutReady:
+    def _ready_message(self, number: int, slot: Slot, frames: int) -> RolloutReady:
         """Return the message about the rollout in this slot."""
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
@@ -237,7 +237,7 @@ class WorkerServer:
         self._in_rollouts += ended - began
         self._clock.end()
 
-    def _forget(self) -> None:
+    def _discard_held_back(self) -> None:
         """Discard rows that the writer holds back: they belong to episodes before a reset."""
         if self.writer is not None:
             self.writer.forget()
@@ -255,7 +255,7 @@ class WorkerServer:
 
     def do_set_seed(self, taken: int, seed: int, static: bool) -> Any:
         """Seed the lanes and start new episodes. Return its state, if it is to be saved."""
-        self._forget()
+        self._discard_held_back()
         self._count_on(taken)
         self.worker.set_seed(seed, static=static)
         return self._saved_state()
@@ -289,7 +289,7 @@ class WorkerServer:
         else:
             self.worker.resume(state["resume"])
         self._count_on(taken, loaded=True)
-        self._forget()
+        self._discard_held_back()
         return self._saved_state()
 
     def _load(self, weights: Any, version: int) -> None:
@@ -342,7 +342,7 @@ class WorkerServer:
 
     def do_hooks(self, packed: bytes) -> None:
         """Replace hooks, given as a pickled mapping of those that change."""
-        self._hooks = changed(self.hooks, cloudpickle.loads(packed))
+        self._hooks = changed_hooks(self.hooks, cloudpickle.loads(packed))
         if self.writer is not None:
             self.writer.before, self.writer.hook = self._hooks
 

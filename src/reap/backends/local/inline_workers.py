@@ -27,7 +27,7 @@ from reap._system.processes import DEADLINE
 from reap._system.remote_errors import Raised, as_reap_error
 from reap._system.silence import Silence
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, WorkerConnection, break_off_when
+from reap.backends.base import Halted, WorkerConnection, halt_when
 from reap.backends.local.local_transport import LocalTransport
 from reap.backends.local.process_worker import LocalWorkerServer, WorkerFiles
 from reap.backends.worker_handle import WorkerHandle
@@ -36,7 +36,7 @@ from reap.core.resume import generators, set_generators
 from reap.errors import ReapError, WorkerDied, WorkerSilent
 from reap.seeding import seed_process
 
-_REST = 0.05  # seconds to sleep when no worker has work
+_IDLE_SLEEP = 0.05  # seconds to sleep when no worker has work
 
 
 class InlineTransport(LocalTransport):
@@ -57,18 +57,18 @@ class InlineTransport(LocalTransport):
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
         for worker in workers:
             if worker.job is not None:
-                connection = InlineConnection(worker.job, self._files[worker.index], self._broken_off)
+                connection = InlineConnection(worker.job, self._files[worker.index], self._is_cancelled)
                 worker.connection = self._connections[worker.index] = connection
 
-    def _broken_off(self) -> bool:
+    def _is_cancelled(self) -> bool:
         return self._leaving or self._interrupts.woken
 
     def wait(self, seconds: float | None) -> list[int]:
-        if unheard := [index for index, connection in self._connections.items() if connection.unheard]:
-            return unheard  # Ctrl-C came before these messages were read
+        if speakers := [index for index, connection in self._connections.items() if connection.has_messages]:
+            return speakers  # Ctrl-C came before these messages were read
         busy = [index for index in sorted(self._connections) if self._connections[index].busy]
         if not busy:
-            time.sleep(_REST if seconds is None else min(seconds, _REST))
+            time.sleep(_IDLE_SLEEP if seconds is None else min(seconds, _IDLE_SLEEP))
             return []
         self._last = next((index for index in busy if index > self._last), busy[0])
         with self._inside:
@@ -88,13 +88,13 @@ class InlineTransport(LocalTransport):
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         """Close all workers. A thread that is in one of them does so itself, after its current step."""
         self._leaving = True
-        if self._inside.acquire(timeout=0 if self._mine() else DEADLINE):
+        if self._inside.acquire(timeout=0 if self._is_inside() else DEADLINE):
             try:
                 self._end()
             finally:
                 self._inside.release()
 
-    def _mine(self) -> bool:
+    def _is_inside(self) -> bool:
         """Return whether the calling thread is in a worker: its env or a signal handler closes the collector."""
         return any(connection.thread == threading.get_ident() for connection in self._connections.values())
 
@@ -108,11 +108,11 @@ class InlineTransport(LocalTransport):
 class InlineConnection(WorkerConnection):
     """A worker in this process, and the work it does when it is its turn."""
 
-    def __init__(self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool]) -> None:
+    def __init__(self, job: Job, files: WorkerFiles, is_cancelled: Callable[[], bool]) -> None:
         # Copies, as in a process, except for the writer: it writes to the collector's own buffer.
         copied: Job = pack(replace(job, writer=None), f"what worker {job.index} needs").unpack()
         self._job = replace(copied, writer=job.writer)
-        self._files, self._broken_off = files, broken_off
+        self._files, self._is_cancelled = files, is_cancelled
         self._calls: deque[bytes] = deque()
         self._slots: deque[int] = deque()
         self._inbox: list[Any] = []
@@ -120,7 +120,7 @@ class InlineConnection(WorkerConnection):
         self._generators: Any = None  # states of its random generators; None: not seeded yet
         self.thread: int | None = None  # the thread that is in it
         self.over = False
-        self.child = WorkerHere(self)
+        self.child = InlineLiveness(self)
 
     @property
     def busy(self) -> bool:
@@ -128,7 +128,7 @@ class InlineConnection(WorkerConnection):
         return not self.over and (self._server is None or bool(self._calls) or bool(self._slots))
 
     @property
-    def unheard(self) -> bool:
+    def has_messages(self) -> bool:
         """Whether it has sent messages that were not read yet."""
         return bool(self._inbox)
 
@@ -139,12 +139,10 @@ class InlineConnection(WorkerConnection):
         """Queue a slot. The worker decides itself whether its actions are random, from the shared count of frames."""
         self._slots.append(slot)
 
-    def _say(self, message: Any) -> None:
-        self._inbox.append(message)
-
-    def hear(self) -> tuple[list[Any], bool]:
-        said, self._inbox = self._inbox, []
-        return said, self.over
+    def receive(self) -> tuple[list[Any], bool]:
+        messages = list(self._inbox)
+        self._inbox.clear()
+        return messages, self.over
 
     def work(self, interrupts: Interrupts) -> None:
         """Do one piece of work: build the worker, answer a call or fill a slot. If interrupted, it is repeated later.
@@ -157,7 +155,7 @@ class InlineConnection(WorkerConnection):
         except (KeyboardInterrupt, Halted):
             raise
         except BaseException as error:
-            self._inbox.append(RaisedHere.of(error, what_it_did(self._server)))
+            self._inbox.append(InlineRaised.of(error, what_it_did(self._server)))
             self.over = True  # first: Ctrl-C may interrupt the closing of the env, which is the user's code
             with interrupts.admitted():
                 self.end()
@@ -165,7 +163,7 @@ class InlineConnection(WorkerConnection):
     def _do_one(self, interrupts: Interrupts) -> None:
         if self._server is None:
             with interrupts.admitted():
-                server = _InlineWorkerServer(self._job, self._files, self._broken_off, self._say)
+                server = _InlineWorkerServer(self._job, self._files, self._is_cancelled, self._inbox.append)
             self._server = server
             self._inbox.append(server.info)
         elif self._calls:
@@ -178,12 +176,12 @@ class InlineConnection(WorkerConnection):
         else:
             try:
                 with interrupts.admitted():
-                    told = self._server.fill(self._slots[0])
+                    message = self._server.fill(self._slots[0])
             except BaseException:
                 self._server.worker.begin_anew()
                 raise
             self._slots.popleft()
-            self._inbox.append(pickle.loads(told))
+            self._inbox.append(pickle.loads(message))
 
     @contextlib.contextmanager
     def _as_worker(self) -> Iterator[None]:
@@ -216,18 +214,18 @@ class _InlineWorkerServer(LocalWorkerServer):
     settle = staticmethod(lambda: None)  # this process's garbage collector is not ours to change
 
     def __init__(
-        self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool], say: Callable[[Any], None]
+        self, job: Job, files: WorkerFiles, is_cancelled: Callable[[], bool], notify: Callable[[Any], None]
     ) -> None:
-        super().__init__(job, files, say, buffer=())
-        break_off_when(broken_off, self.worker)
+        super().__init__(job, files, notify, buffer=())
+        halt_when(is_cancelled, self.worker)
 
     def fill(self, index: int) -> bytes:
-        told = super().fill(index)
+        message = super().fill(index)
         self._handed_over()
-        return told
+        return message
 
 
-class WorkerHere:
+class InlineLiveness:
     """Whether a worker in this process is alive."""
 
     label = " (in this process)"
@@ -259,13 +257,13 @@ class WorkerHere:
 
 
 @dataclass(frozen=True)
-class RaisedHere(Raised):
+class InlineRaised(Raised):
     """An error of an inline worker, with its own traceback, so that `pdb.pm()` shows the env's frames."""
 
     itself: ReapError | None = None
 
     @classmethod
-    def of(cls, error: BaseException, doing: str = "") -> RaisedHere:
+    def of(cls, error: BaseException, doing: str = "") -> InlineRaised:
         """Return the message for an error that was just caught."""
         return cls(b"", b"", "", as_reap_error(error, doing))
 

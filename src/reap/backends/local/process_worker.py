@@ -41,8 +41,8 @@ from reap.failures import RemoteRebuilds
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
-_UNTOLD = 50  # milliseconds between checks for room to report episodes to the parent
-_LOOK = 2  # milliseconds between checks of a buffer that wants no more rows for now
+_UNTOLD_POLL = 50  # milliseconds between checks for room to report episodes to the parent
+_BUFFER_POLL = 2  # milliseconds between checks of a buffer that wants no more rows for now
 
 
 class WorkerFiles(NamedTuple):
@@ -130,16 +130,16 @@ class _InterruptorSnapshot:
 
 
 class LocalWorkerServer(WorkerServer):
-    """A worker server that shares memory with its collector. `say` sends messages that answer no call."""
+    """A worker server that shares memory with its collector. `notify` sends messages that answer no call."""
 
     settle: Callable[[], None] = staticmethod(settle)  # called when all long-lived objects exist
 
-    def __init__(self, job: Job, files: WorkerFiles, say: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
+    def __init__(self, job: Job, files: WorkerFiles, notify: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
         self._job, self._files = job, files
         self.counters = SharedCounters(files.counters, job.workers)
-        self._at = self.counters.step[job.index : job.index + 1]
-        self._free = False  # whether it runs free, without slots
-        self.rebuilds = RemoteRebuilds(lambda error, seconds: say(EnvRebuilt(Raised.of(error, "the env"), seconds)))
+        self._position = self.counters.step[job.index : job.index + 1]
+        self._runs_free = False  # whether it runs free, without slots
+        self.rebuilds = RemoteRebuilds(lambda error, seconds: notify(EnvRebuilt(Raised.of(error, "the env"), seconds)))
         self._untold = UntoldEpisodes()  # episodes for which the shared counters had no room yet
         if job.init is not None:
             job.init()
@@ -148,7 +148,7 @@ class LocalWorkerServer(WorkerServer):
             self.interruptor = _Interruptor(self.counters)
             plan = replace(plan, stop=self.interruptor.collection_stopped)
         super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
-        self.worker.loop.at = self._at  # the parent can read our position, whatever happens to this process
+        self.worker.loop.at = self._position  # the parent can read our position, whatever happens to this process
         self.worker.env.report_lane(memoryview(self.counters.lane[job.index : job.index + 1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
@@ -161,12 +161,12 @@ class LocalWorkerServer(WorkerServer):
         for poll in (both, only_calls):
             poll.register(calls, select.POLLIN)
         while True:
-            poll = only_calls if self._free else both
-            ready = {fd for fd, _ in poll.poll(self._rest() if self._free else None)}
+            poll = only_calls if self._runs_free else both
+            ready = {fd for fd, _ in poll.poll(self._poll_timeout() if self._runs_free else None)}
             if calls in ready:
                 call, name, arguments = connection.recv()
                 send(connection, self.answer(call, name, arguments))
-            elif self._free:
+            elif self._runs_free:
                 self._run_free()
             else:
                 data = os.read(free, 1)
@@ -174,27 +174,27 @@ class LocalWorkerServer(WorkerServer):
                     return
                 connection.send_bytes(self.fill(data[0]))
                 self._handed_over()
-                self._at[0] = NOWHERE
+                self._position[0] = NOWHERE
 
     def fill(self, index: int) -> bytes:
         """Fill a slot, and return the pickled message about it. Claimed frames decide whether actions are random."""
         slot = self._slots[index]
         claimed = self.counters.claim(self._job.index, self._size, most=self.counters.random)
-        full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
+        full = self._ready_message(slot.index, slot, self._collect(slot, random=claimed is not None))
         return dumps(full, "an observation") if full.loose else pickle.dumps(full)
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         frames = super()._rollout(slot, random=random)
-        self._at[0] = BETWEEN
+        self._position[0] = BETWEEN
         return frames
 
-    def _rest(self) -> int:
+    def _poll_timeout(self) -> int:
         """Return the milliseconds to wait for a call before checking again whether to collect."""
         if self.counters.rest:
             return int(1000 * AGAIN)
         if self.counters.claimed.sum() >= self.counters.total:  # until a worker that fails releases its frames
-            return _UNTOLD if self._untold else int(1000 * AGAIN)
-        return 0 if self.writer is not None and self.writer.wanted else _LOOK
+            return _UNTOLD_POLL if self._untold else int(1000 * AGAIN)
+        return 0 if self.writer is not None and self.writer.wanted else _BUFFER_POLL
 
     def _run_free(self) -> None:
         counters, index = self.counters, self._job.index
@@ -202,14 +202,14 @@ class LocalWorkerServer(WorkerServer):
             counters.tell_ended(index, self._untold)
         if counters.rest or self.writer is None or not self.writer.wanted:
             return
-        self._at[0] = BETWEEN  # first: hooks and writes may hang from here on, which the parent must notice
+        self._position[0] = BETWEEN  # first: hooks and writes may hang from here on, which the parent must notice
         before = counters.claim(index, self._size, most=counters.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < counters.random)
             self._untold.add(self.worker.ended_since())
             counters.finish(index, frames, self._size, self.counts(), self._untold)
             self._handed_over()
-        self._at[0] = NOWHERE
+        self._position[0] = NOWHERE
 
     @property
     def _size(self) -> int:
@@ -232,7 +232,7 @@ class LocalWorkerServer(WorkerServer):
 
     def do_run(self) -> None:
         """Run free from now on: collect rollouts into the first slot without waiting for its number."""
-        self._free = True
+        self._runs_free = True
 
     def do_look(self) -> None:
         """Do nothing: a worker that answers is between two rollouts, and reads the counters before the next one."""

@@ -38,11 +38,11 @@ class _Flag:
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def __get__(self, of: SharedCounters, kind: type | None = None) -> int:
-        return int(of.flags[self._index])
+    def __get__(self, counters: SharedCounters, kind: type | None = None) -> int:
+        return int(counters.flags[self._index])
 
-    def __set__(self, of: SharedCounters, value: int) -> None:
-        of.flags[self._index] = value
+    def __set__(self, counters: SharedCounters, value: int) -> None:
+        counters.flags[self._index] = value
 
 
 class SharedCounters:
@@ -55,8 +55,8 @@ class SharedCounters:
         self.file, self.flags = file, words[:_FLAGS]
         each = words[_FLAGS:][: _WORDS * workers].reshape(_WORDS, workers)
         self.claimed, self.step, self.lane, self._frames, self._rollouts, self._count, self._read = each
-        told, ended = np.split(words[_FLAGS + _WORDS * workers :].view(np.float64), [workers * len(TOLD)])
-        self._told, self._ended = told.reshape(workers, len(TOLD)), ended.reshape(workers, _RING, len(COLUMNS))
+        stats, ended = np.split(words[_FLAGS + _WORDS * workers :].view(np.float64), [workers * len(TOLD)])
+        self._stats, self._ended = stats.reshape(workers, len(TOLD)), ended.reshape(workers, _RING, len(COLUMNS))
 
     def claim(self, worker: int, frames: int, *, most: int) -> int | None:
         """Claim `frames` frames, if fewer than `most` are claimed; return how many were claimed before, or None.
@@ -78,7 +78,7 @@ class SharedCounters:
         Episodes stay in `untold` if there is no room for them because the parent has not taken earlier ones.
         """
         self.claimed[worker] += frames - claimed
-        self._told[worker] = numbers_of(stats)
+        self._stats[worker] = numbers_of(stats)
         self.tell_ended(worker, untold)
         self._rollouts[worker] += 1
         self._frames[worker] += frames  # last: a reader of the new frame count can also read everything else
@@ -108,4 +108,4 @@ class SharedCounters:
         """Return the counts of a worker; empty before its first rollout."""
         if not self._rollouts[worker]:
             return {}
-        return stats_of(self._told[worker])
+        return stats_of(self._stats[worker])

@@ -27,7 +27,7 @@ from reap.backends.local.local_transport import LocalTransport
 from reap.backends.local.process_worker import run_worker
 from reap.backends.worker_handle import WorkerHandle
 
-_LAST_WORDS = 0.2  # seconds that a worker that raised has to close its env
+_CLOSE_TIME = 0.2  # seconds that a worker that raised has to close its env
 
 
 class SharedMemoryTransport(LocalTransport):
@@ -97,7 +97,7 @@ class ProcessConnection(WorkerConnection):
 
     def __init__(self, index: int, child: Child, free: int, selector: selectors.BaseSelector) -> None:
         self.index, self.child, self._free, self._selector = index, child, free, selector
-        self._talk, self._owner = Conversation(child), os.getpid()
+        self._conversation, self._owner = Conversation(child), os.getpid()
         selector.register(child.sentinel, selectors.EVENT_READ, self)
         selector.register(child.line, selectors.EVENT_READ, self)
         self.flush()
@@ -119,11 +119,11 @@ class ProcessConnection(WorkerConnection):
             with contextlib.suppress(BrokenPipeError):  # it is gone, which the next `hear` reports
                 os.write(self._free, bytes([slot]))
 
-    def hear(self) -> tuple[list[Any], bool]:
-        gone = self._talk.hear()
-        said = list(self._talk.inbox)
-        self._talk.inbox.clear()
-        return said, gone
+    def receive(self) -> tuple[list[Any], bool]:
+        gone = self._conversation.hear()
+        messages = list(self._conversation.inbox)
+        self._conversation.inbox.clear()
+        return messages, gone
 
     def retire(self) -> None:
         """End its process at once, whatever it is still doing: it has failed."""
@@ -131,7 +131,7 @@ class ProcessConnection(WorkerConnection):
             with contextlib.suppress(KeyError, ValueError):  # it was retired already
                 self._selector.unregister(part)
         self.hang_up()
-        if not self.child.gone(_LAST_WORDS):  # a worker that raised closes its env now
+        if not self.child.gone(_CLOSE_TIME):  # a worker that raised closes its env now
             self.child.signal(signal.SIGKILL)
         end([self.child], patience=0.0, deadline=DEADLINE)
 

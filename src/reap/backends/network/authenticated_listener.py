@@ -24,7 +24,7 @@ from reap._system.listener import Listener, Visitor, dial, settled, woken_select
 from reap.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
-_PIECE = 1 << 20  # bytes relayed at once
+_CHUNK = 1 << 20  # bytes relayed at once
 _log = logging.getLogger("reap")
 
 Service = Callable[[Visitor], None]
@@ -71,7 +71,7 @@ class AuthenticatedListener(_Listening):
     def _receive(self, visitor: Visitor, service: str) -> None:
         self._services[service](visitor)
 
-    def lead_to(self, port: int) -> Service:
+    def forward_to(self, port: int) -> Service:
         """Return a service that connects visitors to a port of the loopback address."""
 
         def serve(visitor: Visitor) -> None:
@@ -103,16 +103,16 @@ class _Direction:
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
         self.source, self.sink = source, sink
-        self.rest, self.ended = memoryview(b""), False
+        self.pending, self.ended = memoryview(b""), False
 
 
 class SocketRelay:
     """Carries bytes both ways between pairs of sockets, in one thread; it reads no more than it can send on."""
 
     def __init__(self, name: str) -> None:
-        self._ways: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it and to it
+        self._directions: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it and to it
         self._new: list[tuple[socket.socket, socket.socket]] = []
-        self._room, self._lock, self._open = bytearray(_PIECE), threading.Lock(), True
+        self._buffer, self._lock, self._open = bytearray(_CHUNK), threading.Lock(), True
         with contextlib.ExitStack() as made, enough_room("what carries bytes between machines"):
             self._selector, self._wake, self._waker = woken_selector(made)
             self._thread = threading.Thread(target=self._run, name=f"reap-relay-{name}", daemon=True)
@@ -138,9 +138,9 @@ class SocketRelay:
         for one, other in self._new:
             one.close()
             other.close()
-        for end in (*self._ways, self._wake, self._waker):
+        for end in (*self._directions, self._wake, self._waker):
             end.close()
-        self._ways.clear()
+        self._directions.clear()
         self._selector.close()
 
     def _run(self) -> None:
@@ -149,7 +149,7 @@ class SocketRelay:
                 if key.fileobj is self._wake:
                     self._wake.recv(4096)
                     self._take_in()
-                elif key.fileobj in self._ways:
+                elif key.fileobj in self._directions:
                     self._serve(key.fileobj, events)
 
     def _take_in(self) -> None:
@@ -157,44 +157,44 @@ class SocketRelay:
             new, self._new = self._new, []
         for one, other in new:
             there, back = _Direction(one, other), _Direction(other, one)
-            for end, ways in ((one, (there, back)), (other, (back, there))):
+            for end, directions in ((one, (there, back)), (other, (back, there))):
                 end.setblocking(False)
-                self._ways[end] = ways
+                self._directions[end] = directions
                 self._selector.register(end, selectors.EVENT_READ)
 
     def _serve(self, end: socket.socket, events: int) -> None:
-        out, back = self._ways[end]  # the directions from this end and to it
+        out, back = self._directions[end]  # the directions from this end and to it
         try:
             if events & selectors.EVENT_WRITE:
                 self._push(back)
-            if events & selectors.EVENT_READ and not out.rest and not out.ended:
+            if events & selectors.EVENT_READ and not out.pending and not out.ended:
                 with contextlib.suppress(BlockingIOError):
-                    got = end.recv_into(self._room)
+                    got = end.recv_into(self._buffer)
                     out.ended = got == 0
-                    out.rest = memoryview(self._room)[:got]
+                    out.pending = memoryview(self._buffer)[:got]
                     self._push(out, fresh=True)
-            if out.ended and not out.rest:
+            if out.ended and not out.pending:
                 raise ConnectionError  # when one end is closed, the other is closed too
-            self._look_at(out)
+            self._update_selector(out)
         except OSError:
             for one in (out.source, out.sink):
-                self._ways.pop(one, None)
+                self._directions.pop(one, None)
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(one)
                 one.close()
 
-    def _push(self, way: _Direction, *, fresh: bool = False) -> None:
+    def _push(self, direction: _Direction, *, fresh: bool = False) -> None:
         with contextlib.suppress(BlockingIOError):
-            while way.rest:
-                way.rest = way.rest[way.sink.send(way.rest) :]
-        if fresh and way.rest:
-            way.rest = memoryview(bytes(way.rest))  # the buffer is reused for the next read
+            while direction.pending:
+                direction.pending = direction.pending[direction.sink.send(direction.pending) :]
+        if fresh and direction.pending:
+            direction.pending = memoryview(bytes(direction.pending))  # the buffer is reused for the next read
 
-    def _look_at(self, way: _Direction) -> None:
+    def _update_selector(self, direction: _Direction) -> None:
         """Select for reading where no bytes are pending, and for writing where some are."""
-        for end in (way.source, way.sink):
-            out, back = self._ways[end]
-            wanted = (selectors.EVENT_READ if not out.rest else 0) | (selectors.EVENT_WRITE if back.rest else 0)
+        for end in (direction.source, direction.sink):
+            out, back = self._directions[end]
+            wanted = (selectors.EVENT_READ if not out.pending else 0) | (selectors.EVENT_WRITE if back.pending else 0)
             if wanted == 0:
                 if end in self._selector.get_map():
                     self._selector.unregister(end)

@@ -34,8 +34,9 @@ DEFAULT_SLURM_CONF = {
 }
 LAUNCHERS = ("mp", "join", "submitit", "submitit_delayed")
 PATIENCE = 600.0  # seconds within which all nodes must have connected
-_LEAST = 16  # least bytes of a secret
-_meeting: Path | None = None  # in a job of `submitit_delayed_launcher`: the folder in which nodes look for the address
+_MIN_BYTES = 16  # least bytes of a secret
+# In a job of `submitit_delayed_launcher`: the folder in which nodes look for the address.
+_meeting_folder: Path | None = None
 
 
 def new_secret(path: Path) -> None:
@@ -58,8 +59,8 @@ def read_secret(path: str | os.PathLike[str] | None) -> bytes:
         raise UsageError(f"secret_file {path} cannot be read ({error.strerror})") from None
     if stat.S_IMODE(mode) & 0o077:
         raise UsageError(f"secret_file {path} is open to other users; chmod 600 {path}")
-    if len(secret) < _LEAST:
-        raise UsageError(f"secret_file {path} holds {len(secret)} bytes; a secret has at least {_LEAST}")
+    if len(secret) < _MIN_BYTES:
+        raise UsageError(f"secret_file {path} holds {len(secret)} bytes; a secret has at least {_MIN_BYTES}")
     return secret
 
 
@@ -125,14 +126,14 @@ class NodePool:
         self, index: int, job: bytes, transport: str, more: Any, on_end: Callable[[NodeProcess], None]
     ) -> NodeProcess:
         """Start a replacement for a worker that has ended: at once in a free place, else when a node connects."""
-        if self.registry.nobody_came:
+        if self.registry.no_node_came:
             raise ConnectionError("nobody here can start another")
         found = self.registry.start(index, transport, job, more, on_end, self._nodes.patience)
         if self.registry.wanted:
-            self.send_for_one()
+            self.request_node()
         return found
 
-    def send_for_one(self) -> None:
+    def request_node(self) -> None:
         """Submit a job for one more node, if this launcher submits jobs; else the user has to start a node."""
 
     def check(self) -> None:
@@ -168,7 +169,7 @@ class _Submitted(NodePool):
     def _submit(self) -> Any:
         return self._executor.submit(join, self.registry.host, self.registry.port, str(self._secret_file))
 
-    def send_for_one(self) -> None:
+    def request_node(self) -> None:
         try:
             self._jobs = [job for job in self._jobs if not job.done()] + [self._submit()]
         except Exception as error:  # of any class that submitit or its scheduler raises
@@ -195,14 +196,14 @@ class _Delayed(NodePool):
     """Nodes that run in jobs submitted before the collector was started."""
 
     def __init__(self, nodes: NodeSettings, store: int, wake: Callable[[], None]) -> None:
-        if _meeting is None:
+        if _meeting_folder is None:
             raise UsageError("launcher 'submitit_delayed' works in a function under submitit_delayed_launcher")
-        meeting = json.loads((_meeting / "jobs").read_text())
+        meeting = json.loads((_meeting_folder / "jobs").read_text())
         if meeting["cluster"] != "local" and nodes.listen == LOOPBACK:
             raise UsageError("launcher 'submitit_delayed': name the address that nodes reach, listen='10.…'")
         nodes = nodes if nodes.port else replace(nodes, port=meeting["port"])
-        super().__init__(nodes, read_secret(_meeting / "secret"), store, wake)
-        write_json(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
+        super().__init__(nodes, read_secret(_meeting_folder / "secret"), store, wake)
+        write_json(_meeting_folder / "address", {"host": self.registry.host, "port": self.registry.port})
 
 
 def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
@@ -256,9 +257,9 @@ def join_later(folder: str) -> str:
 
 def run_at_meeting(folder: str, path: Sequence[str], main: Callable[[], Any]) -> Any:
     """Run `main` in the job whose collector finds its nodes through `folder`."""
-    global _meeting
+    global _meeting_folder
     sys.path.extend(entry for entry in path if entry not in sys.path)
-    _meeting = Path(folder)
+    _meeting_folder = Path(folder)
     with contextlib.ExitStack() as after:
-        after.callback(lambda: (_meeting / "address").unlink(missing_ok=True))
+        after.callback(lambda: (_meeting_folder / "address").unlink(missing_ok=True))
         return main()

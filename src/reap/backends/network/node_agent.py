@@ -48,13 +48,15 @@ class NodeAgent:
         self._messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
         get_ready()  # starts the fork server while we wait
-        visitor = _patiently(host, port, secret, patience)
+        visitor = _dial_patiently(host, port, secret, patience)
         self.listen = listen or visitor.socket.getsockname()[0]  # this machine's address on the collector's network
         self._tunnel = Tunnel(host, port, secret, "store")
-        self._connection = NodeConnection(visitor, self._hear, lambda why: self._hear({"end": why}, b""))
+        self._connection = NodeConnection(
+            visitor, self._queue_message, lambda why: self._queue_message({"end": why}, b"")
+        )
         self._children: dict[int, Child] = {}  # by the number that the collector has given each
 
-    def _hear(self, message: Mapping[str, Any], data: bytes) -> None:
+    def _queue_message(self, message: Mapping[str, Any], data: bytes) -> None:
         self._messages.put((message, data))
         self._waker.send(b"!")
 
@@ -72,7 +74,7 @@ class NodeAgent:
                     child.release()
                 while why is None and not self._messages.empty():
                     self._wake.recv(1)
-                    why = self._obey(*self._messages.get())
+                    why = self._execute(*self._messages.get())
         finally:
             self._tunnel.close()  # first: workers that wait for the store are in native code and handle no signals
             for child in self._children.values():
@@ -83,7 +85,7 @@ class NodeAgent:
             self._waker.close()
         return why
 
-    def _obey(self, message: Mapping[str, Any], data: bytes) -> str | None:
+    def _execute(self, message: Mapping[str, Any], data: bytes) -> str | None:
         match message:
             case {"start": number, "index": index, "transport": transport, "run": run, "more": more}:
                 address = {"port": self._tunnel.port, "secret": run_secret(self._secret, run), "listen": self.listen}
@@ -115,7 +117,7 @@ def _run(connection: Any, fds: Any, *, transport: str, **job: Any) -> None:
     getattr(importlib.import_module(module), name)(connection, fds, **job)
 
 
-def _patiently(host: str, port: int, secret: bytes, patience: float) -> Any:
+def _dial_patiently(host: str, port: int, secret: bytes, patience: float) -> Any:
     """Connect to the collector, which may start later than its nodes."""
     until = time.monotonic() + patience
     while True:

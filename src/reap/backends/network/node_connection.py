@@ -23,7 +23,7 @@ from reap.backends.network.signed_messages import MessageSigner
 
 CLOSED = "the collector is closed"  # the reason nodes are given at a normal end
 BEAT, LOST = 1.0, 5.0  # seconds between two heartbeats; seconds without one until a side is lost
-_PIECE = 1 << 16  # bytes sent at once
+_CHUNK = 1 << 16  # bytes sent at once
 _SIZES = struct.Struct("!IQ")
 
 
@@ -31,14 +31,14 @@ class NodeConnection:
     """One end. One thread sends heartbeats, one receives; `on_end` is called once, with the reason of the end."""
 
     def __init__(
-        self, visitor: Visitor, hear: Callable[[Mapping[str, Any], bytes], None], on_end: Callable[[str], None]
+        self, visitor: Visitor, on_message: Callable[[Mapping[str, Any], bytes], None], on_end: Callable[[str], None]
     ) -> None:
         self._socket, self._signer, self.host = visitor.socket, MessageSigner(visitor.key), visitor.host
-        self._hear, self._on_end = hear, on_end
+        self._on_message, self._on_end = on_message, on_end
         self._sending, self._over = threading.Lock(), threading.Event()
         self._socket.settimeout(LOST)
         self._threads = [
-            threading.Thread(target=self._beat, name="reap-beat", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name="reap-beat", daemon=True),
             threading.Thread(target=self._listen, name="reap-node", daemon=True),
         ]
 
@@ -54,8 +54,8 @@ class NodeConnection:
         whole = memoryview(_SIZES.pack(len(text), len(signed)) + text + signed)
         with self._sending:
             try:
-                for start in range(0, len(whole), _PIECE):  # the socket's timeout applies to each piece
-                    self._socket.sendall(whole[start : start + _PIECE])
+                for start in range(0, len(whole), _CHUNK):  # the socket's timeout applies to each piece
+                    self._socket.sendall(whole[start : start + _CHUNK])
             except OSError:  # half a message may have been sent: nothing can follow it
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
@@ -74,7 +74,7 @@ class NodeConnection:
                 thread.join()
         self._socket.close()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._over.wait(BEAT):
             self.send(beat=0)
 
@@ -85,7 +85,7 @@ class NodeConnection:
                 text, data = self._next()
                 message = json.loads(text)
                 if "beat" not in message:
-                    self._hear(message, self._signer.verified(data, text.decode()) if data else b"")
+                    self._on_message(message, self._signer.verified(data, text.decode()) if data else b"")
         except TimeoutError:
             why = f"it gave no sign of life for {LOST:.0f} s: its machine is down, or the way to it"
         except (OSError, ValueError):

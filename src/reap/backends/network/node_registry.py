@@ -38,23 +38,23 @@ class _RegisteredNode:
         self._registry = registry
         self.host, self.listen, self.free = visitor.host, visitor.host, 0
         self.node_processes: dict[int, NodeProcess] = {}  # by number
-        self.connection = NodeConnection(visitor, self._hear, self._end)
+        self.connection = NodeConnection(visitor, self._on_message, self._end)
 
-    def _hear(self, message: Mapping[str, Any], data: bytes) -> None:
+    def _on_message(self, message: Mapping[str, Any], data: bytes) -> None:
         match message:
             case {"workers": workers, "listen": listen}:
                 self.free, self.listen = workers, listen
-                self._registry.came(self)
+                self._registry.node_ready(self)
             case {"born": number, "pid": pid}:
-                self.node_processes[number].born(pid)
+                self.node_processes[number].started(pid)
             case {"gone": number, "how": how, "stack": stack}:
                 self.node_processes.pop(number).ended(how, stack)
-                self._registry.vacated(self)
+                self._registry.place_freed(self)
             case {"stack": number, "text": text} if number in self.node_processes:
-                self.node_processes[number].told(text)
+                self.node_processes[number].stack_received(text)
 
     def _end(self, why: str) -> None:
-        self._registry.left(self)
+        self._registry.node_gone(self)
         for node_process in list(self.node_processes.values()):
             node_process.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
         self.connection.close()
@@ -68,10 +68,10 @@ class NodeProcess:
         self.index, self.number, self._on_end = index, number, on_end
         self._node: _RegisteredNode | None = None  # once it has a place
         self.placed = threading.Event()  # set when it has a node, or does not need one any more
-        self.sentinel, self._tell = os.pipe()
-        self._how, self._stack = "", ""  # how it ended, and its last stack trace
-        self._answer, self._asked = "", threading.Event()  # the reply to `ask_stack`
-        self._pid, self._born = 0, threading.Event()
+        self.sentinel, self._sentinel_writer = os.pipe()
+        self._end_reason, self._stack = "", ""  # how it ended, and its last stack trace
+        self._stack_reply, self._stack_replied = "", threading.Event()  # the reply to `ask_stack`
+        self._pid, self._pid_known = 0, threading.Event()
         self._ending = threading.Lock()
         self.silent = False  # set when it was found silent: it is ended sooner
         self.lost = False  # its node is lost: its connections do not close on their own
@@ -85,35 +85,35 @@ class NodeProcess:
     def pid(self) -> int:
         """Its process id on its machine; 0 if it was never started."""
         if self._node is not None:
-            self._born.wait()
+            self._pid_known.wait()
         return self._pid
 
-    def runs_at(self, node: _RegisteredNode) -> None:
+    def placed_on(self, node: _RegisteredNode) -> None:
         """Note that a node has a place for it."""
         self._node = node
         self.placed.set()
 
-    def born(self, pid: int) -> None:
+    def started(self, pid: int) -> None:
         """Note that its node has started it, with this process id."""
         self._pid = pid
-        self._born.set()
+        self._pid_known.set()
 
     def ended(self, how: str, stack: str, *, lost: bool = False) -> None:
         """Note that it has ended, and how."""
         with self._ending:
-            if self._how:
+            if self._end_reason:
                 return
-            self._how, self._stack, self.lost = how, stack, lost
-            self._born.set()
-            self._asked.set()
+            self._end_reason, self._stack, self.lost = how, stack, lost
+            self._pid_known.set()
+            self._stack_replied.set()
             self.placed.set()
-            os.close(self._tell)
+            os.close(self._sentinel_writer)
         self._on_end(self)
 
-    def told(self, text: str) -> None:
+    def stack_received(self, text: str) -> None:
         """Note its stack, which its node has sent."""
-        self._answer = text
-        self._asked.set()
+        self._stack_reply = text
+        self._stack_replied.set()
 
     def gone(self, timeout: float = 0.0) -> bool:
         """Return whether it has ended, waiting up to `timeout` seconds for it."""
@@ -121,17 +121,17 @@ class NodeProcess:
 
     def death(self) -> WorkerDied:
         """Return the error that says how it ended, with its last stack if there is one."""
-        return WorkerDied(self._how + (f"; its last stack:\n{self._stack}" if self._stack else ""))
+        return WorkerDied(self._end_reason + (f"; its last stack:\n{self._stack}" if self._stack else ""))
 
     def ask_stack(self) -> str:
         """Return the current stacks of its threads; empty if it does not even handle signals."""
         if self._node is None:
             return "(it waits for a node to come)"
-        self._answer = ""
-        self._asked.clear()
+        self._stack_reply = ""
+        self._stack_replied.clear()
         self._node.connection.send(ask=self.number)
-        self._asked.wait(_STACK)
-        return self._answer
+        self._stack_replied.wait(_STACK)
+        return self._stack_reply
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
         """Return the error for a silent worker, with its stack; a worker that does not send its stack is killed."""
@@ -162,11 +162,11 @@ class NodeRegistry:
         self._nodes: list[_RegisteredNode] = []
         self._waiting: deque[tuple[NodeProcess, bytes, Mapping[str, Any]]] = deque()  # workers that wait for a place
         self._started = 0
-        self.nobody_came = ""  # why a worker found no node within `join_timeout`; empty: this has not happened
+        self.no_node_came = ""  # why a worker found no node within `join_timeout`; empty: this has not happened
         self._changing = threading.Lock()
         services: dict[str, Any] = {"node": self._receive}
         self._listener = AuthenticatedListener(host, port, secret, services)
-        services["store"] = self._listener.lead_to(store)
+        services["store"] = self._listener.forward_to(store)
         self.host, self.port = host, self._listener.port
 
     def _receive(self, visitor: Visitor) -> None:
@@ -175,23 +175,23 @@ class NodeRegistry:
             self._nodes.append(node)
         node.connection.start()
 
-    def came(self, node: _RegisteredNode) -> None:
+    def node_ready(self, node: _RegisteredNode) -> None:
         """Note that a node has said how many workers it offers."""
         _log.info("%s offers %d workers", node.host, node.free)
-        self._fill_places()
+        self._assign_places()
         self.wake()
 
-    def left(self, node: _RegisteredNode) -> None:
+    def node_gone(self, node: _RegisteredNode) -> None:
         """Note that a node has disconnected or is lost."""
         with self._changing:
             node.free = 0
             self._nodes = [one for one in self._nodes if one is not node]
 
-    def vacated(self, node: _RegisteredNode) -> None:
+    def place_freed(self, node: _RegisteredNode) -> None:
         """Note that a worker of a node has ended, so that its place is free."""
         with self._changing:
             node.free += 1
-        self._fill_places()
+        self._assign_places()
 
     @property
     def places(self) -> int:
@@ -213,7 +213,7 @@ class NodeRegistry:
         message = {"start": self._started, "index": index, "transport": transport, "run": self.run, "more": more}
         with self._changing:
             self._waiting.append((node_process, job, message))
-        self._fill_places()
+        self._assign_places()
         if not node_process.placed.is_set():
             waiting = (node_process, patience)
             threading.Thread(target=self._wait_for_node, args=waiting, name="reap-waits-for-node", daemon=True).start()
@@ -222,10 +222,10 @@ class NodeRegistry:
     def _wait_for_node(self, node_process: NodeProcess, patience: float) -> None:
         """End a worker that has no place after `patience` seconds."""
         if not node_process.placed.wait(patience):
-            self.nobody_came = f"no node came to {self.host}:{self.port} within {patience:g} s (join_timeout)"
-            node_process.ended(f"has no place: {self.nobody_came}", "")
+            self.no_node_came = f"no node came to {self.host}:{self.port} within {patience:g} s (join_timeout)"
+            node_process.ended(f"has no place: {self.no_node_came}", "")
 
-    def _fill_places(self) -> None:
+    def _assign_places(self) -> None:
         """Assign free places to the workers that wait for one, in order."""
         while True:
             with self._changing:
@@ -237,7 +237,7 @@ class NodeRegistry:
                     continue
                 node.free -= 1
                 node.node_processes[node_process.number] = node_process
-                node_process.runs_at(node)
+                node_process.placed_on(node)
             node.connection.send(job, **message)
             if node_process.gone():  # it is not wanted any more
                 node.connection.send(signal=node_process.number, which=int(signal.SIGKILL))

@@ -39,7 +39,7 @@ from reap.core.shared_slots import SharedFile
 from reap.weights.shared import Packing
 
 HERE = b"here"  # the first sign of a worker, in the store
-EVER = timedelta(days=3650)  # gloo has no infinite timeout
+FOREVER = timedelta(days=3650)  # gloo has no infinite timeout
 WEIGHTS, _NEVER_USED = 1, 999  # tags; rollouts have tag 0
 JOIN = timedelta(seconds=30)  # for both sides to connect, once both have started
 
@@ -55,7 +55,7 @@ class Address:
 
     def store(self) -> TCPStore:
         """Return a new connection to the store: a connection that waits blocks all its other users."""
-        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=EVER)
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=FOREVER)
 
     def group(self, name: str, rank: int, size: int) -> Any:
         """Join the process group of this name, and return it when all others have joined."""
@@ -71,7 +71,7 @@ def abandon(group: Any, peer: int) -> None:
 def wait(work: Any) -> None:
     """Wait without a timeout; raise `ConnectionError` if the other side is gone."""
     try:
-        work.wait(EVER)
+        work.wait(FOREVER)
     except RuntimeError as error:
         raise ConnectionError(str(error)) from None
 
@@ -86,7 +86,7 @@ def receive(group: Any, source: int, size: int) -> bytes:
 def join_broadcast(group: Any, packed: torch.Tensor) -> Any:
     """Take part in a broadcast from rank 0; return the work to wait for."""
     options = torch.distributed.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, EVER
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, FOREVER
     return group.broadcast([packed], options)
 
 
@@ -98,19 +98,19 @@ class GlooParentConnection(ParentConnection):
         self._store = address.store()
         self._store.set(f"here/{name}", HERE.decode())
         self.group = address.group(f"data/{name}", 1, 2)
-        self._heard = self._said = 0
+        self._orders_received = self._messages_sent = 0
         self._outbox: queue.SimpleQueue[tuple[Message, Callable[[], None]] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="reap-sender", daemon=True)
         self._sender.start()
 
     def next_order(self) -> Order | None:
-        key = f"to/{self._name}/{self._heard}"
+        key = f"to/{self._name}/{self._orders_received}"
         try:
             signed = self._store.get(key)  # waits for it, up to the store's timeout
             self._store.delete_key(key)
         except RuntimeError as error:  # the store ends with the collector
             raise ConnectionError(str(error)) from None
-        self._heard += 1
+        self._orders_received += 1
         order: Order | None = pickle.loads(self._signer.verified(signed, key))
         return order
 
@@ -125,7 +125,7 @@ class GlooParentConnection(ParentConnection):
         try:
             while (item := self._outbox.get()) is not None:
                 message, done = item
-                place = f"from/{self._name}/{self._said}"
+                place = f"from/{self._name}/{self._messages_sent}"
                 more = self._signer.sign(message.more, place) if message.more else b""
                 message.header[1] = len(more)
                 self._send(message.header)
@@ -133,7 +133,7 @@ class GlooParentConnection(ParentConnection):
                     self._send(message.block)
                 if more:
                     self._send(np.frombuffer(more, np.uint8).copy())
-                self._said += 1
+                self._messages_sent += 1
                 done()
         except ConnectionError:
             pass  # the collector is gone: there will be no next order
@@ -161,7 +161,7 @@ class _ReceivedWeights(WeightInbox):
         try:
             receive_into = self._open_channel()
             while True:
-                packed = self.room(weights_size(packing))
+                packed = self.memory(weights_size(packing))
                 wait(receive_into(packed))
                 self.put(packed)
         except (ConnectionError, RuntimeError):

@@ -50,7 +50,7 @@ class SentWeights:
 class MessageConnection(WorkerConnection):
     """The connection to one remote worker. Orders are numbered, because on some networks they overtake one another."""
 
-    over = False  # set when nothing more will be received
+    ended = False  # set when nothing more will be received
     child: Any  # the `WorkerLiveness` of its process
 
     def __init__(self, worker: WorkerHandle, sent: SentWeights) -> None:
@@ -73,17 +73,17 @@ class MessageConnection(WorkerConnection):
         self.send(("fill", slot, random, self._sent.count))
 
     @property
-    def speaks(self) -> bool:
+    def has_messages(self) -> bool:
         """Whether there are messages to read."""
         return bool(self.inbox)
 
-    def hear(self) -> tuple[list[Any], bool]:
+    def receive(self) -> tuple[list[Any], bool]:
         gone, found = self.child.gone(), []  # checked first: then all it has sent before is in the inbox
         while self.inbox:
             found.append(self.inbox.popleft())
         return found, gone
 
-    def let_end(self) -> None:
+    def join_threads(self) -> None:
         """Wait until no thread here waits for the worker, whose process was ended."""
 
     def received(self, message: Message) -> Any:
@@ -115,8 +115,8 @@ class NetworkChild:
     """A process reached over a network. It counts as gone when it has ended and all its messages were received."""
 
     def __init__(self, child: Any, connection: MessageConnection, give_up: Callable[[], None]) -> None:
-        self.process, self._connection, self._give_up, self._told = child, connection, give_up, False
-        self.silence, self.ask_stack, self.signal, self._cut = child.silence, child.ask_stack, child.signal, False
+        self.process, self._connection, self._give_up, self._gave_up = child, connection, give_up, False
+        self.silence, self.ask_stack, self.signal, self._killed = child.silence, child.ask_stack, child.signal, False
         self.ask_stacks = getattr(child, "ask_stacks", dict)  # for processes of this machine only
 
     @property
@@ -135,14 +135,14 @@ class NetworkChild:
         until = time.monotonic() + LEAVE
         while not self.process.gone():
             if time.monotonic() > until:
-                self._cut = True
+                self._killed = True
                 self.process.signal(signal.SIGKILL)
                 return
             time.sleep(0.02)  # `gone` with a timeout would block other callers
 
     def death(self) -> WorkerDied:
         """Return the error that says how it ended."""
-        if self._cut:
+        if self._killed:
             return WorkerDied("was ended, for the connection to it broke")
         found: WorkerDied = self.process.death()
         return found
@@ -151,10 +151,10 @@ class NetworkChild:
         """Return whether it has ended and all its messages were received."""
         if not self.process.gone():
             return False
-        if not self._told:
-            self._told = True
+        if not self._gave_up:
+            self._gave_up = True
             self._give_up()
-        return self._connection.over
+        return self._connection.ended
 
 
 class BroadcastWeights:
@@ -257,7 +257,7 @@ class MessageTransport(Transport):
         if (child := self._children.pop(worker.index, None)) is not None:
             child.signal(signal.SIGKILL)
             end([child], patience=0.0, deadline=DEADLINE)
-            connection_of(worker, MessageConnection).let_end()  # its threads may wait for the process to end
+            connection_of(worker, MessageConnection).join_threads()  # its threads may wait for the process to end
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         selector, self._selector = self._selector, None
@@ -274,7 +274,7 @@ class MessageTransport(Transport):
     def wait(self, seconds: float | None) -> list[int]:
         self._sleep(seconds)
         living = [worker for worker in self._workers if not worker.dropped]
-        return [w.index for w in living if connection_of(w, MessageConnection).speaks or w.child.gone()]
+        return [w.index for w in living if connection_of(w, MessageConnection).has_messages or w.child.gone()]
 
     def wait_for_wakeup(self, seconds: float) -> None:
         """Wait until `wakeup` is triggered, for `seconds` at most. Ctrl-C is raised here."""
@@ -310,8 +310,8 @@ class MessageTransport(Transport):
             for worker in workers:
                 own = worker.info.layout
                 lanes = slice(first, first + own.lanes)
-                mine = {key: slot.arrays[key][:, lanes] for key in whole.offsets}
-                worker.slots[index % count] = slot if own.lanes == whole.lanes else Slot(own, index, mine)
+                arrays = {key: slot.arrays[key][:, lanes] for key in whole.offsets}
+                worker.slots[index % count] = slot if own.lanes == whole.lanes else Slot(own, index, arrays)
                 first += own.lanes
             return slot
 

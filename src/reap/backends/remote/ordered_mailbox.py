@@ -32,25 +32,25 @@ class _OrderedInbox(ParentConnection):
 
     def __init__(self) -> None:
         self._early: dict[int, Order | None] = {}
-        self._next = 0
-        self._came = threading.Condition()
-        self.home = threading.Event()  # set when the worker has begun to end
+        self._next_number = 0
+        self._arrived = threading.Condition()
+        self.ending = threading.Event()  # set when the worker has begun to end
         self._outbox: queue.SimpleQueue[tuple[Message | None, Callable[[], None]]] = queue.SimpleQueue()
-        self._sent: Callable[[], None] = do_nothing
+        self._done: Callable[[], None] = do_nothing
 
-    def bring(self, number: int, order: Order | None) -> None:
+    def deliver(self, number: int, order: Order | None) -> None:
         """Store an order under its number, because calls over a network may overtake one another."""
-        with self._came:
+        with self._arrived:
             self._early[number] = order
-            self._came.notify_all()
+            self._arrived.notify_all()
 
     def next_order(self) -> Order | None:
-        with self._came:
-            self._came.wait_for(lambda: self._next in self._early)
-            order = self._early.pop(self._next)
-            self._next += 1
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._next_number in self._early)
+            order = self._early.pop(self._next_number)
+            self._next_number += 1
         if order is None:
-            self.home.set()
+            self.ending.set()
         return order
 
     def send(self, message: Message, done: Callable[[], None] = do_nothing) -> None:
@@ -58,7 +58,7 @@ class _OrderedInbox(ParentConnection):
 
     def finish(self) -> None:
         """Note that the worker ends, without waiting: the outbox stays until it is fetched."""
-        self.home.set()
+        self.ending.set()
 
     def end(self) -> None:
         """Mark the end of the messages."""
@@ -66,8 +66,8 @@ class _OrderedInbox(ParentConnection):
 
     def fetch(self) -> Message | None:
         """Wait for the next message and return it; None: there are no more."""
-        self._sent()
-        message, self._sent = self._outbox.get()
+        self._done()
+        message, self._done = self._outbox.get()
         return message
 
 
@@ -75,8 +75,8 @@ class MailboxWorker:
     """The object whose methods are called over the network, while `run` works in another thread."""
 
     def __init__(self, shared: LocalWeights | None = None) -> None:
-        self._inbox, self._sent = _OrderedInbox(), WeightInbox()
-        self._weights: Weights = shared or self._sent
+        self._inbox, self._weight_inbox = _OrderedInbox(), WeightInbox()
+        self._weights: Weights = shared or self._weight_inbox
 
     def run(self, job: bytes) -> None:
         """Run the worker until it is ordered to end."""
@@ -88,7 +88,7 @@ class MailboxWorker:
 
     def order(self, number: int, order: Order | None) -> None:
         """Deliver the order with this number."""
-        self._inbox.bring(number, order)
+        self._inbox.deliver(number, order)
 
     def message(self) -> tuple[Any, ...] | None:
         """Wait for the next message and return it."""
@@ -96,6 +96,6 @@ class MailboxWorker:
 
     def take_weights(self, packed: np.ndarray[Any, Any]) -> None:
         """Store new weights until the worker loads them."""
-        own = self._sent.room(packed.nbytes)
+        own = self._weight_inbox.memory(packed.nbytes)
         np.copyto(own.numpy(), packed)
-        self._sent.put(own)
+        self._weight_inbox.put(own)

@@ -37,12 +37,12 @@ from reap.backends.worker_server import Job
 from reap.errors import UsageError, WorkerDied, WorkerSilent, missing
 
 _log = logging.getLogger("reap")
-_ASKED = 2  # pending calls of `message`: one is fetched while another is read
+_PENDING_CALLS = 2  # pending calls of `message`: one is fetched while another is read
 # Calls of one group run one after another, groups run in parallel.
 _GROUPS = {"orders": 1, "messages": 1, "weights": 1, "stack": 1}
-_LOOK = 0.5  # seconds between checks for Ctrl-C while actors start
+_POLL = 0.5  # seconds between checks for Ctrl-C while actors start
 _STACK = 1.0  # seconds to wait for a stack
-_RAYS_IDS = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "pid", "name", "namespace", "ip"))
+_RAY_IDS = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "pid", "name", "namespace", "ip"))
 _LONGEST_TEXT = 900  # characters of Ray's error text that are shown
 _SLOW = 60.0  # extra seconds for actors on a busy machine, if the cluster has room for them
 
@@ -76,10 +76,10 @@ class _Cluster:
 
     def _connect(self, ray: Any, config: Mapping[str, Any]) -> None:
         try:
-            begins = _begins_one(ray, config)
+            starts = _starts_cluster(ray, config)
             named = config.get("_node_ip_address") is not None
-            with _on_loopback(ray) if begins and not named else contextlib.nullcontext():
-                ray.init(**{"include_dashboard": False, **(_not_yielding(config) if begins else config)})
+            with _on_loopback(ray) if starts and not named else contextlib.nullcontext():
+                ray.init(**{"include_dashboard": False, **(_with_normal_priority(config) if starts else config)})
         except ConnectionError as cause:
             raise UsageError(
                 f"ray_init_config: no cluster found at {config.get('address')!r}: {cause}; begin one with "
@@ -97,7 +97,7 @@ class _Cluster:
                 import_ray().shutdown()
 
 
-def _begins_one(ray: Any, config: Mapping[str, Any]) -> bool:
+def _starts_cluster(ray: Any, config: Mapping[str, Any]) -> bool:
     """Return whether `ray.init` will start a new cluster here instead of connecting to one."""
     address = config.get("address") or os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -106,7 +106,7 @@ def _begins_one(ray: Any, config: Mapping[str, Any]) -> bool:
     return bool(address == "local")
 
 
-def _not_yielding(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_normal_priority(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with actors that have the same scheduling priority as this process.
 
     Ray starts its workers with niceness 15. Beside a busy learner such an actor gets 3% of a core: importing torch took
@@ -153,7 +153,7 @@ class ReapWorker(MailboxWorker):
         """Store new weights without a copy; the worker reads them from Ray's store when it loads them."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the array is read-only; nothing writes to it
-            self._sent.put(torch.from_numpy(packed))
+            self._weight_inbox.put(torch.from_numpy(packed))
 
     def where(self) -> tuple[int, str]:
         """Return its process id and its node id."""
@@ -170,7 +170,7 @@ class ReapWorker(MailboxWorker):
         Return without that after `patience` seconds of the order it executes, or `closing` seconds of closing its env.
         """
         self.order(number, None)
-        if self._inbox.home.wait(patience):
+        if self._inbox.ending.wait(patience):
             self._thread.join(closing)
 
 
@@ -218,7 +218,7 @@ class RayConnection(MessageConnection):
         self._ring = lambda _: wakeup.wake()  # references nothing else, as Ray may keep it for a while
         self._futures: deque[Any] = deque()
         self.actor, self.child = actor, _Actor(actor, *where)
-        for _ in range(_ASKED):
+        for _ in range(_PENDING_CALLS):
             self._ask_message()
 
     def send(self, order: Order | None) -> None:
@@ -234,17 +234,17 @@ class RayConnection(MessageConnection):
         future.add_done_callback(self._ring)
 
     @property
-    def speaks(self) -> bool:
+    def has_messages(self) -> bool:
         return bool(self._futures) and self._futures[0].done()
 
-    def hear(self) -> tuple[list[Any], bool]:
+    def receive(self) -> tuple[list[Any], bool]:
         found = []
-        while self.speaks:
+        while self.has_messages:
             future = self._futures.popleft()
             error = future.exception()
             message = None if error is not None else future.result()
             if message is None:
-                self.child.end("its actor ended" if error is None else _short(error))
+                self.child.end("its actor ended" if error is None else _death_text(error))
                 self._futures.clear()
                 break
             found.append(self.received(Message(*message)))
@@ -290,13 +290,13 @@ class RayActorTransport(MessageTransport):
         try:
             until, coming = time.monotonic() + BOOT, asked
             while coming:
-                _, coming = self._ray.wait(asked, num_returns=len(asked), timeout=_LOOK)
+                _, coming = self._ray.wait(asked, num_returns=len(asked), timeout=_POLL)
                 self._interrupts.let_in()
                 if coming and time.monotonic() > until:
                     waiting = [jobs[asked.index(ref)] for ref in coming]
-                    self._refuse_for_room(waiting, self._ray.cluster_resources())
+                    self._check_resources(waiting, self._ray.cluster_resources())
                     if time.monotonic() > until + _SLOW:  # what is available excludes actors that are starting
-                        self._refuse_for_room(waiting, self._ray.available_resources())
+                        self._check_resources(waiting, self._ray.available_resources())
                         raise WorkerSilent(
                             f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s; if the machine is "
                             f"busy: Ray gives them what others leave, unless it was started with RAY_worker_niceness=0"
@@ -307,7 +307,7 @@ class RayActorTransport(MessageTransport):
                 self._ray.kill(actor)
             raise
 
-    def _refuse_for_room(self, jobs: Sequence[Job], left: Mapping[str, float]) -> None:
+    def _check_resources(self, jobs: Sequence[Job], left: Mapping[str, float]) -> None:
         """Raise if these jobs need more resources than `left`."""
         wanted: dict[str, float] = {}
         for job in jobs:
@@ -325,7 +325,7 @@ class RayActorTransport(MessageTransport):
         try:
             where: tuple[int, str] = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
-            raise WorkerDied(_short(error)).at(worker=f"{job.index} (not started yet)") from None
+            raise WorkerDied(_death_text(error)).at(worker=f"{job.index} (not started yet)") from None
         return where
 
     def retire(self, worker: WorkerHandle) -> None:
@@ -387,9 +387,9 @@ def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
         os.close(fd)
 
 
-def _short(error: BaseException) -> str:
+def _death_text(error: BaseException) -> str:
     """Return Ray's error text on one line, without the ids and addresses of the actor."""
-    lines = [line for line in str(error).splitlines() if not line.startswith(_RAYS_IDS)]
+    lines = [line for line in str(error).splitlines() if not line.startswith(_RAY_IDS)]
     said = " ".join(" ".join(lines).split()).rpartition("Worker exit detail: ")[2]
     if len(said) > _LONGEST_TEXT:  # a traceback: the call is at its start, the error at its end
         said = f"{said[: _LONGEST_TEXT // 3]} … {said[-_LONGEST_TEXT // 2 :]}"

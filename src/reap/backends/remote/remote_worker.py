@@ -34,7 +34,7 @@ from reap.weights.shared import Packing, SharedWeights
 BLOCKS = 2  # memory for rollouts of a remote worker
 _SPAN, _STATS = 6, 8  # where in a header the time span and the stats begin
 _WORDS = _STATS + len(TOLD)
-_FIRST = 16  # bytes at the start of packed weights: their count and version
+_PREFIX = 16  # bytes at the start of packed weights: their count and version
 
 Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]
 
@@ -141,7 +141,7 @@ class WeightInbox(Weights):
         self._spare: list[Tensor] = []
         self.count = self._read = 0  # the numbers of the latest received and the last loaded weights
 
-    def room(self, size: int) -> Tensor:
+    def memory(self, size: int) -> Tensor:
         """Return memory for the next weights, reused from loaded ones if possible."""
         with self._changed:
             return self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8)
@@ -176,7 +176,7 @@ class WeightInbox(Weights):
             for tensor, count, value in zip(tensors, given.tolist(), values):
                 if count > self._read:
                     tensor.copy_(value)
-        self._read, version = (int(word) for word in packed[:_FIRST].view(torch.int64))
+        self._read, version = (int(word) for word in packed[:_PREFIX].view(torch.int64))
         with self._changed:
             self._spare = [packed]
         return version
@@ -191,7 +191,7 @@ def pack_weights(
     packed: Tensor, packing: Packing, named: Mapping[str, Tensor], given: Mapping[str, int], count: int, version: int
 ) -> None:
     """Write weights as one flat message: its number, their version, the message that last updated each, all tensors."""
-    packed[:_FIRST].view(torch.int64)[:] = torch.tensor([count, version])
+    packed[:_PREFIX].view(torch.int64)[:] = torch.tensor([count, version])
     counts, values = _unpack(packed, packing)
     with torch.no_grad():
         for i, (name, *_) in enumerate(packing.entries):
@@ -201,11 +201,11 @@ def pack_weights(
 
 
 def _start(packing: Packing) -> int:
-    return -(-(_FIRST + 8 * len(packing.entries)) // 64) * 64
+    return -(-(_PREFIX + 8 * len(packing.entries)) // 64) * 64
 
 
 def _unpack(packed: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
-    given = packed[_FIRST : _FIRST + 8 * len(packing.entries)].view(torch.int64)
+    given = packed[_PREFIX : _PREFIX + 8 * len(packing.entries)].view(torch.int64)
     return given, packing.views(packed[_start(packing) :].numpy())
 
 
@@ -223,7 +223,7 @@ class RemoteWorker(WorkerServer):
         for index in range(BLOCKS):
             self._slots.put(Slot(self.worker.layout, index))
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
         """Execute an order."""
         self._at_least = order[-1]
         if order[0] == "fill":
@@ -234,7 +234,7 @@ class RemoteWorker(WorkerServer):
 
     def _fill(self, number: int, random: bool) -> None:
         slot = self._slots.get()
-        full = self._full(number, slot, self._collect(slot, random=random))
+        full = self._ready_message(number, slot, self._collect(slot, random=random))
         if self.writer is None:
             self._parent.send(Message.of_rollout(full, slot.block), lambda: self._slots.put(slot))
         else:
@@ -275,7 +275,7 @@ def run_remote_worker(job: Job, parent: ParentConnection, weights: Weights) -> N
         with contextlib.suppress(ConnectionError):  # the collector is gone
             parent.send(Message.of(worker.info))
             while (order := parent.next_order()) is not None:
-                worker.obey(order)
+                worker.execute(order)
 
     def tell(raised: Raised) -> None:
         parent.send(Message.of(raised))

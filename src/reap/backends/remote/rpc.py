@@ -54,8 +54,8 @@ from reap.errors import UsageError, WorkerDied
 
 THREADS = 2  # least threads of an agent: one waits for messages, another passes orders
 _SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
-_LOOK = 0.05  # seconds between two checks of the store for agents that have started
-_ROOM = 96  # file descriptors that must be free to start another agent
+_POLL = 0.05  # seconds between two checks of the store for agents that have started
+_SPARE_DESCRIPTORS = 96  # file descriptors that must be free to start another agent
 
 
 def _has_agent() -> bool:
@@ -66,10 +66,10 @@ def _has_agent() -> bool:
     return True
 
 
-def _refuse_without_room() -> None:
+def _check_descriptors() -> None:
     """Raise if another agent might use up the file descriptors, which would fail inside torch."""
     most, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd"))
-    if most - used < _ROOM:
+    if most - used < _SPARE_DESCRIPTORS:
         raise ConnectionError(
             f"torch keeps the descriptors of every agent that died (24, for one of this machine), and {used} of {most} "
             f"are open (`ulimit -n`); DistributedCollector and MultiCollector need none of them"
@@ -122,7 +122,7 @@ class RPCConnection(MessageConnection):
         super().__init__(worker, sent)
         self.agent, self._wakeup, self._members = name(worker.index, worker.restarts), wakeup, members
         self.child = NetworkChild(child, self, lambda: None)
-        self._meeting = threading.Thread(target=self._meet, name=f"reap-meets-{worker.index}", daemon=True)
+        self._introducer = threading.Thread(target=self._introduce, name=f"reap-meets-{worker.index}", daemon=True)
         self.after = threading.Thread(
             target=self.child.end_with_connection, name=f"reap-after-{worker.index}", daemon=True
         )
@@ -134,16 +134,16 @@ class RPCConnection(MessageConnection):
     def send_weights(self, packed: Tensor) -> None:
         self._members.call(self.agent, take_weights, packed)
 
-    def meet(self) -> None:
+    def introduce(self) -> None:
         """Start to receive messages as soon as the agent has started."""
-        self._meeting.start()
+        self._introducer.start()
 
-    def _meet(self) -> None:
+    def _introduce(self) -> None:
         try:
             while not self._members.introduce(self.agent):
                 if self.child.process.gone():
                     raise ConnectionError
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
             self.listen()
         except Exception:  # it ended before it had started, or its address is unusable, and it is ended
             self._end()
@@ -154,9 +154,9 @@ class RPCConnection(MessageConnection):
         if future is None:  # the worker is gone, or this process is about to end
             self._end()
         else:
-            future.add_done_callback(self._heard)
+            future.add_done_callback(self._on_message)
 
-    def _heard(self, future: Any) -> None:
+    def _on_message(self, future: Any) -> None:
         try:
             said = future.value()
             if said is None:  # it has closed its env, and only waits until we know that
@@ -172,18 +172,18 @@ class RPCConnection(MessageConnection):
         self.listen()
 
     def _end(self) -> None:
-        self.over = True
+        self.ended = True
         self._wakeup.wake()
         self.after.start()
 
-    def let_end(self) -> None:
-        for thread in (self._meeting, self.after):
+    def join_threads(self) -> None:
+        for thread in (self._introducer, self.after):
             if thread.ident is not None:
                 thread.join(DEADLINE)
         self._members.forget(self.agent)
 
-    def hear(self) -> tuple[list[Any], bool]:
-        messages, gone = super().hear()
+    def receive(self) -> tuple[list[Any], bool]:
+        messages, gone = super().receive()
         return [self.received(said) for said in messages], gone
 
 
@@ -212,9 +212,9 @@ class TensorPipeTransport(LaunchedTransport):
         if self._store is None:
             if _has_agent():
                 raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
-            self._meet_at(len(workers))
+            self._open_store(len(workers))
         elif self._local:
-            _refuse_without_room()
+            _check_descriptors()
         worlds = {one.index: replace(self._world, restarts=one.restarts) for one in workers}
         if self._node_pool is None:
             run = functools.partial(run_rpc, file=self._file)
@@ -228,20 +228,20 @@ class TensorPipeTransport(LaunchedTransport):
             connection = RPCConnection(worker, self.sent, child, self.wakeup, self._members)
             self.connect(worker, connection, child.sentinel)
         if not self._one_by_one:
-            self._see_all(workers)
+            self._wait_for_agents(workers)
             join_agent(self._guarded or self._store, COLLECTOR, 0, len(workers) + 1, self._agent)
         elif not self._joined:
             self._members.join(self._agent, self._guarded_by)
         self._joined = True
         for worker in workers:
             connection = connection_of(worker, RPCConnection)
-            connection.meet() if self._one_by_one else connection.listen()
+            connection.introduce() if self._one_by_one else connection.listen()
 
-    def _meet_at(self, count: int) -> None:
+    def _open_store(self, count: int) -> None:
         """Create the store in which agents find each other: a file on this machine, or one behind a listener."""
         if self._local:
-            self._meeting = TemporaryFolder("rpc")
-            self._file = f"{self._meeting.path}/agents"
+            self._folder = TemporaryFolder("rpc")
+            self._file = f"{self._folder.path}/agents"
             self._store = FileStore(self._file, -1)
             self._store.set_timeout(JOIN)
             if all(os.path.exists(path) for path in _SHM_NEEDS):
@@ -272,11 +272,11 @@ class TensorPipeTransport(LaunchedTransport):
         super().retire(worker)
         self.cut_off(connection_of(worker, RPCConnection))
 
-    def _see_all(self, workers: Sequence[WorkerHandle]) -> None:
+    def _wait_for_agents(self, workers: Sequence[WorkerHandle]) -> None:
         """Wait until all agents are about to start: once started, they wait for all others, even for dead ones."""
         keys = [f"here/{name(worker.index)}" for worker in workers]
         while not all(self._store.check([key]) for key in keys):
-            self.wait_for_wakeup(_LOOK)
+            self.wait_for_wakeup(_POLL)
             for worker, child in zip(workers, self._children.values()):
                 if child.gone():
                     raise WorkerDied(str(child.death())).at(worker=worker.name)
@@ -309,5 +309,5 @@ class TensorPipeTransport(LaunchedTransport):
             self._guarded.close()
         if self._node_pool is not None:
             self._node_pool.close(DEADLINE)
-        if hasattr(self, "_meeting"):
-            self._meeting.close()
+        if hasattr(self, "_folder"):
+            self._folder.close()

@@ -80,7 +80,7 @@ class GuardedStore(Store):
             port = int(bytes(value).rsplit(b":", 1)[1])
             services: dict[str, Any] = {}
             self._listener = AuthenticatedListener(self._listen, 0, self._secret, services)
-            services["agent"] = self._listener.lead_to(port)
+            services["agent"] = self._listener.forward_to(port)
             value = f"{self._listen} {self._listener.port} {port}"
         self._store.set(key, value)
 
@@ -157,7 +157,7 @@ class RPCWorld:
         return [] if self.alone else [name(i) for i in below(index, self.workers)]
 
 
-def _live(job: bytes, shared: LocalWeights | None = None) -> None:
+def _run_worker(job: bytes, shared: LocalWeights | None = None) -> None:
     remote_worker = MailboxWorker(shared)
     _workers.append(remote_worker)
     _built.set()
@@ -174,7 +174,7 @@ def run_rpc(connection: Any, fds: Any, *, job: bytes, index: int, file: str, wor
     store = FileStore(file, -1)
     store.set_timeout(JOIN)
     world.join(index, store)
-    _live(job, LocalWeights(SharedFile(fd=fds[0])))
+    _run_worker(job, LocalWeights(SharedFile(fd=fds[0])))
 
 
 def run_rpc_on_node(
@@ -187,7 +187,7 @@ def run_rpc_on_node(
         GuardedStore, secret=address["secret"], listen=address["listen"], peers=world.below(index)
     )
     world.join(index, store, guard)
-    _live(job)
+    _run_worker(job)
 
 
 # ---- functions called over RPC ---------------------------------------------------------------------------------------
