@@ -1,4 +1,4 @@
-"""Join a collector with workers of this machine.
+"""Join a collector: run workers for it on this machine.
 
     python -m reap.join --new-secret FILE                                 once; copy the file to every machine
     python -m reap.join --address HOST:PORT --secret-file FILE            on each machine (--workers N: for N of them)
@@ -19,7 +19,7 @@ from reap.errors import ReapError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when the collector ended as it should."""
+    """Run the command line; return 0 if the collector was closed normally."""
     parser = argparse.ArgumentParser(
         prog="python -m reap.join", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said about it; also by `reap join`."""
+    """Add the options of this command, which `reap join` has too."""
     parser.add_argument("--address", metavar="HOST:PORT", help="where the collector listens")
     parser.add_argument(
         "--secret-file", metavar="FILE", help="what both sides know; nobody else may be able to read it"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do as these arguments say."""
+    """Run the command with parsed arguments, and return its exit status."""
     try:
         if args.new_secret is not None:
             new_secret(args.new_secret)

@@ -28,7 +28,7 @@ class Death:
         self.at, self.seen, self.where, self._patch = at, 0, "", monkeypatch
 
     def __enter__(self):
-        call, fill, hear = (getattr(ProcessConnection, name) for name in ("call", "fill", "hear"))
+        call, fill, hear = (getattr(ProcessConnection, name) for name in ("call", "fill", "receive"))
 
         def ask(connection, data):
             self.moment(connection, "before it is asked")
@@ -45,7 +45,7 @@ class Death:
                 self.moment(connection, "when it was heard")
             return said, gone
 
-        for name, function in (("call", ask), ("fill", give), ("hear", listen)):
+        for name, function in (("call", ask), ("fill", give), ("receive", listen)):
             self._patch.setattr(ProcessConnection, name, function)
         return self
 

@@ -37,8 +37,8 @@ class DiesAfterAnswering:
         self.pids, self.others, self.until, self.patch = pids(collector), others, until, monkeypatch
 
     def __enter__(self):
-        original, retired = ProcessConnection.hear, SharedMemoryTransport.retire
-        returned = Supervisor._returned
+        original, retired = ProcessConnection.receive, SharedMemoryTransport.retire
+        returned = Supervisor._finish_joining
         for other in self.others:
             freeze(self.pids[other])
 
@@ -62,9 +62,9 @@ class DiesAfterAnswering:
             if self.until == "back":
                 self.wake()
 
-        self.patch.setattr(ProcessConnection, "hear", hear)
+        self.patch.setattr(ProcessConnection, "receive", hear)
         self.patch.setattr(SharedMemoryTransport, "retire", retire)
-        self.patch.setattr(Supervisor, "_returned", back)
+        self.patch.setattr(Supervisor, "_finish_joining", back)
 
     def wake(self):
         for other in self.others:
@@ -141,7 +141,7 @@ def test_rollouts_of_a_newcomer_are_not_of_the_time_before(monkeypatch):
 
 def test_who_takes_the_place_of_one_that_has_begun_begins_too(monkeypatch):
     """Though the others have not begun yet; and it learns of weights for all."""
-    call, hear, returned, found = ProcessConnection.call, ProcessConnection.hear, Supervisor._returned, {}
+    call, hear, returned, found = ProcessConnection.call, ProcessConnection.receive, Supervisor._finish_joining, {}
 
     def ask(connection, data):
         if connection.index not in found:  # "begin" is the first thing anybody is asked
@@ -162,8 +162,8 @@ def test_who_takes_the_place_of_one_that_has_begun_begins_too(monkeypatch):
         os.kill(found[1], signal.SIGCONT)
 
     monkeypatch.setattr(ProcessConnection, "call", ask)
-    monkeypatch.setattr(ProcessConnection, "hear", heard)
-    monkeypatch.setattr(Supervisor, "_returned", back)
+    monkeypatch.setattr(ProcessConnection, "receive", heard)
+    monkeypatch.setattr(Supervisor, "_finish_joining", back)
     with collect(MultiSyncCollector, [healthy(0), healthy(1)], on_failure="restart") as c:
         c.update_policy_weights_({"weight": torch.tensor(2.0)})
         batch = c.next()

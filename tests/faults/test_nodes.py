@@ -190,7 +190,7 @@ def test_a_node_that_leaves_when_it_is_wanted_is_waited_for(secret, monkeypatch)
         patched.setattr(NodeRegistry, "places", 1)  # it hangs up after this
         (process,) = pool.gather([b""], "gloo", [{}], lambda process: None, lambda seconds: None)
     assert not process.gone(0.2)
-    assert not pool.registry.nobody_came
+    assert not pool.registry.no_node_came
     process.release()
     pool.close(0.0)
 
@@ -222,9 +222,9 @@ def test_a_stack_is_that_of_now(monkeypatch):
 
     def send(**message):
         if answers:
-            process.told(answers.pop())
+            process.stack_received(answers.pop())
 
-    process.runs_at(SimpleNamespace(host="there", connection=SimpleNamespace(send=send)))
+    process.placed_on(SimpleNamespace(host="there", connection=SimpleNamespace(send=send)))
     assert process.ask_stack() == "where it was"
     assert process.ask_stack() == ""
     process.release()

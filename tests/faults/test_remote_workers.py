@@ -122,7 +122,7 @@ def test_who_has_died_is_looked_for_in_a_second_however_many_live():
     transport._workers = [SimpleNamespace(index=index) for index in range(4)]
     transport._children = dict.fromkeys(range(4), living)
     with within(2.0):
-        assert "no route" in str(transport._unsent(RuntimeError("no route")))
+        assert "no route" in str(transport._send_failure(RuntimeError("no route")))
 
 
 def test_weights_that_were_not_sent_are_not_waited_for():
@@ -164,7 +164,7 @@ def test_threads_of_a_worker_are_waited_for_when_it_has_ended():
 
     worker = SimpleNamespace(index=0, slots={})
     worker.connection = MessageConnection(worker, SentWeights())
-    worker.connection.let_end = lambda: done.append("threads")
+    worker.connection.join_threads = lambda: done.append("threads")
     transport = GlooTransport(nodes=NodeSettings("mp"))
     transport._children[0] = Process()
     transport.retire(worker)
@@ -200,7 +200,7 @@ def test_a_node_that_is_lost_while_its_group_is_joined():
     worker = SimpleNamespace(index=0, restarts=0, slots={})
     orders, wakeup = SimpleNamespace(put=None, give_up=lambda name: None), SimpleNamespace(wake=lambda: None)
     connection = GlooConnection(worker, SentWeights(), process, address, orders, wakeup)
-    connection.let_end()
+    connection.join_threads()
     assert group.cut.is_set()
     process.release()
 

@@ -345,7 +345,7 @@ def test_rpc_says_when_there_are_no_descriptors_for_another(tmp_path, monkeypatc
     """Torch keeps those of agents that died; before there are none left, the run ends with an error that says so."""
     c = collect(RPCCollector, [healthy(), healthy(1)], sync=True, on_failure="restart")
     c.next()
-    monkeypatch.setattr(rpc, "_ROOM", 2**30)
+    monkeypatch.setattr(rpc, "_SPARE_DESCRIPTORS", 2**30)
     os.kill(pids(c)[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="worker 1.*SIGKILL.*torch keeps the descriptors of every agent that died"):
         for _ in range(20):

@@ -11,7 +11,7 @@ import gymnasium as gym
 import pytest
 
 from reap._foreign import torchrl_internals
-from reap.backends.remote.ray import _begins_one, _on_loopback
+from reap.backends.remote.ray import _on_loopback, _starts_cluster
 from reap.collectors import Collector
 from tests.interop.without_names import Counting, turns
 from tests.test_house import KNOWN_BY_ONE, MODULES, NOT_FOREIGN, named
@@ -83,8 +83,8 @@ def test_gymnasiums_checks_stay_without(name):
 
 def test_ray_does_without_its_private_module(caplog):
     ray = types.SimpleNamespace()
-    assert not _begins_one(ray, {})
-    assert _begins_one(ray, {"address": "local"})
+    assert not _starts_cluster(ray, {})
+    assert _starts_cluster(ray, {"address": "local"})
     with _on_loopback(ray):
         assert "listens on all interfaces" in caplog.text
 

@@ -6,7 +6,7 @@ pytest.importorskip("ray")
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
-from reap.backends.remote.ray import _short
+from reap.backends.remote.ray import _death_text
 
 DETAIL = (
     "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the "
@@ -28,18 +28,18 @@ def test_the_reason_is_whole_and_has_no_ids():
         )
     )
     assert "actor_id" in str(error)
-    assert _short(error) == f"its actor died: {DETAIL}"
+    assert _death_text(error) == f"its actor died: {DETAIL}"
 
 
 def test_what_has_no_such_detail_is_told_as_it_is():
-    assert _short(ActorDiedError()) == "its actor died: The actor died unexpectedly before finishing this task."
+    assert _death_text(ActorDiedError()) == "its actor died: The actor died unexpectedly before finishing this task."
 
 
 def test_a_long_traceback_keeps_its_end():
     error = RuntimeError(
         "The actor died because of an error raised in its creation task,\n" + "  line\n" * 500 + "KeyError: 'x'"
     )
-    told = _short(error)
+    told = _death_text(error)
     assert told.startswith("its actor died: The actor died because of an error raised in its creation task, line")
     assert told.endswith("line KeyError: 'x'")
     assert len(told) < 1000

@@ -3,14 +3,14 @@
     start ─► take ─► take ─► … ─► close          publish: weights, any time between two takes
 
     InlineBackend   one worker in this thread
-    WorkerBackend   workers elsewhere = one Supervisor + one Transport + one Delivery
+    WorkerBackend   any number of workers = one Supervisor + one Transport + one Delivery
 
-                          ┌── Delivery: which rollouts make a batch, and when a slot is given out again
+                          ┌── Delivery: which rollouts make a batch, and when a slot is reused
     WorkerBackend.take ───┤
-                          └── Supervisor: who was asked what, who has answered, who is gone
+                          └── Supervisor: which calls are pending, which workers have answered or are gone
                                  └── Transport: how calls, slots and weights reach a worker
 
-A taken rollout is the consumer's; its slot is released when the last tensor on it dies.
+A rollout that `take` returned belongs to the consumer; its slot is released when the last tensor on it dies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The columns of one full slot, and what is known about them."""
+    """The columns of one full slot, and their metadata."""
 
     arrays: Mapping[Key, np.ndarray[Any, Any]]
     layout: Layout
@@ -49,19 +49,19 @@ class Rollout:
     version: int
     worker: int = 0
     finals: Finals | None = None
-    parts: Sequence[Rollout] = ()  # where workers' rollouts have different lengths: one by one
+    parts: Sequence[Rollout] = ()  # one rollout per worker, where their lengths differ
 
 
 class Halted(BaseException):
-    """Raised by a take that was broken off on purpose, from another thread."""
+    """Raised inside a `take` that another thread has cancelled."""
 
 
-def break_off_when(asked: Callable[[], bool], worker: Any) -> None:
-    """Have a worker of this process ask after every step, as of an interruptor; `Halted` is raised there if so."""
+def halt_when(condition: Callable[[], bool], worker: Any) -> None:
+    """Make a worker of this process check `condition` after every step, and raise `Halted` there once it holds."""
     usual = worker.should_stop
 
     def stop() -> bool:
-        if asked():
+        if condition():
             raise Halted
         return usual is not None and bool(usual())
 
@@ -70,231 +70,237 @@ def break_off_when(asked: Callable[[], bool], worker: Any) -> None:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What is known of one worker."""
+    """State and counts of one worker."""
 
     index: int
     alive: bool
-    frames: int  # made, whether anybody has taken them or not
+    frames: int  # collected, whether or not the consumer has taken them
     rollouts: int
-    size: int  # frames of a whole rollout
-    stats: Mapping[str, Any]  # its counts, by the names in `reap.core.stats.TOLD`
+    size: int  # frames in a full rollout
+    stats: Mapping[str, Any]  # its counts, keyed by the names in `reap.core.stats.TOLD`
 
 
 @dataclass(frozen=True)
 class WorkerActivity:
-    """What one worker is doing right now, as far as that is known without asking it."""
+    """What one worker is doing right now, as far as the parent knows without calling it."""
 
     index: int
     text: str
-    pid: int | None  # of its own process, if that is on this machine
+    pid: int | None  # of its own process, if that runs on this machine
     lanes: int
 
 
 class Backend(Protocol):
-    """What every way of running workers can do."""
+    """The interface of every way to run workers."""
 
     @property
     def close_ends_take(self) -> bool:
-        """Whether `close` ends the workers a take waits for; if not, the take is broken off after the step it is in."""
+        """Whether `close` ends the workers a `take` waits for; if not, the `take` ends after its current step."""
 
     @property
     def episodes(self) -> EpisodeLog:
-        """The episodes of all workers, as far as it is known here which have ended."""
+        """The finished episodes of all workers that have been reported to this process."""
 
     @property
     def restarts(self) -> int:
-        """How many workers were started again."""
+        """How many times a worker was restarted."""
 
     @property
     def failed(self) -> bool:
-        """Whether a worker has ended, so that none of them can be used any more."""
+        """Whether a worker has failed without being replaced or dropped, so that the backend is unusable."""
         return False
 
     def reports(self, clock: WorkClock) -> Sequence[WorkerReport]:
-        """Return what is known here of each worker; once it is closed, what was known then.
+        """Return a report on each worker; after `close`, the reports as of that moment.
 
-        `clock`: when batches were made here, by which a worker that lives here waits.
+        `clock`: when this process was collecting; it gives the waiting time of a worker that lives in this process.
         """
 
-    on_rollout: Callable[..., None] | None  # told worker, span, frames and version of each rollout
+    on_rollout: Callable[..., None] | None  # called with worker, span, frames and version of each rollout
 
     def profile(self, settings: Any) -> None:
-        """Let workers trace their rollouts: settings by worker (core/profiling.py), None to end it."""
+        """Make workers trace their rollouts: settings by worker (core/profiling.py), None to end a trace."""
 
     def start(self) -> None:
-        """Build the workers. Errors of their construction are raised here."""
+        """Build the workers. Errors raised while building them are raised here."""
 
     def take(self, *, random: bool = False) -> Rollout:
-        """Return the next full rollout; `random` asks for random actions."""
+        """Return the next full rollout; with `random`, one collected with random actions."""
 
     def lost(self) -> None:
-        """Ctrl-C, or an error, has taken the last rollout from whoever took it: no trajectory goes on after it.
+        """Start new trajectories, because Ctrl-C or an error has lost the last rollout before its delivery.
 
-        Nothing where `uninterrupted` keeps that from happening.
+        Does nothing where `uninterrupted()` already prevents that.
         """
 
     def uninterrupted(self) -> AbstractContextManager[None]:
-        """Inside, Ctrl-C is let in only while waiting for workers."""
+        """Return a context in which Ctrl-C is raised only while waiting for workers."""
 
     def breaker(self) -> Callable[[], None]:
-        """From now on a take can be broken off from another thread, by calling this; it raises `Halted`."""
+        """Return a function that cancels a `take` from another thread: the `take` then raises `Halted`."""
 
     def publish(self, weights: Any = None) -> int:
-        """Give workers new weights (None: those of the policy they were built with); returns the new version."""
+        """Send the workers new weights (None: those of the policy they were built with); return the new version."""
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
-        """Begin new episodes."""
+        """Start new episodes."""
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        """Seed everything and begin new episodes; returns the seed that follows."""
+        """Seed all lanes and start new episodes; return the next unused seed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on: env states, trajectory ids, the version of the weights."""
+        """Return what is needed to continue later: env states, trajectory ids and the weight version."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from a state that `state_dict` returned."""
 
     def last_state(self, why: str) -> dict[str, Any]:
-        """What `state_dict` gives as far as it is known here, once workers have failed: `why` their episodes are over.
+        """Return the part of `state_dict` that this process knows after workers have failed.
 
-        The ids it goes on with are above all that were ever given.
+        `why` is recorded as the reason why their episodes ended. New trajectory ids will exceed all used so far.
         """
 
     def activity(self) -> list[WorkerActivity]:
-        """Return what each worker is doing right now. Nobody is asked; any thread may call it."""
+        """Return what each worker is doing right now, without calling the workers. Any thread may call this."""
 
     def stacks(self) -> dict[str, str]:
-        """Return where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
+        """Return the current stack of each worker, lane process and lane thread, by name. Any thread may call this."""
 
     def close(self, *, failed: bool = False) -> None:
-        """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
+        """End the workers. May be called twice. `failed`: an error is about to be raised; a thread may finish this."""
 
 
 class WorkerLiveness(Protocol):
-    """Whether a worker lives, and how it ended."""
+    """Whether a worker is alive, and how it ended."""
 
     @property
     def pid(self) -> int:
-        """The number of its process; 0 if it never lived."""
+        """Its process id; 0 if it was never started."""
 
     @property
     def label(self) -> str:
-        """The number of its process, and where that is, as errors show them after its name."""
+        """Its process id and machine, as error messages show them after its name."""
 
     def gone(self) -> bool:
-        """Return whether nothing will come from it any more."""
+        """Return whether it has ended and will send nothing more."""
 
     def death(self) -> WorkerDied:
-        """Return the error for one that is gone: how it ended."""
+        """Return the error that says how it ended, once it is gone."""
 
     def ask_stack(self) -> str:
-        """Return where its threads are right now; empty if it does not answer at all."""
+        """Return the current stacks of its threads; empty if it does not respond at all."""
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """Return the error for one that sent nothing for so long."""
+        """Return the error for a worker that has sent nothing for `seconds`."""
 
 
 class WorkerConnection(Protocol):
-    """One worker as a transport reaches it. Another takes its place when the worker is started again."""
+    """The parent's connection to one worker. A restarted worker gets a new connection."""
 
     child: WorkerLiveness
 
     def call(self, data: bytes) -> None:
-        """Send a numbered call: it is answered between two rollouts."""
+        """Send a numbered call, which the worker answers between two rollouts."""
 
     def fill(self, slot: int, *, random: bool) -> None:
-        """Give permission to fill a slot; `random`: with random actions, where the worker does not know by itself."""
+        """Let the worker fill a slot; `random`: with random actions, if the worker does not decide that itself."""
 
-    def hear(self) -> tuple[list[Any], bool]:
-        """Return what it has said since the last call, and whether it is gone, so that no more will come."""
+    def receive(self) -> tuple[list[Any], bool]:
+        """Return the messages received since the last call, and whether the worker is gone and none will follow."""
 
 
 class WeightChannel(Protocol):
-    """Where new weights for all workers are written."""
+    """Publishes new weights to all workers at once."""
 
     packing: Packing
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
-        """Make these the current ones; what is not among them stays as it was."""
+        """Make these the current weights; tensors that are not in `named` keep their values."""
 
 
 class Transport(Protocol):
-    """How calls, slots and weights reach workers, and how their end is noticed. It knows nothing of batches."""
+    """Carries calls, slots and weights to workers, and notices when they end. It knows nothing of batches."""
 
-    weight_schemes: ClassVar[tuple[WeightTransport, ...]]  # ways that weights can take
-    can_add_workers: ClassVar[bool]  # whether further workers can be launched later
-    startup_grace: float = BOOT  # seconds more than usual until one that is launched again says its first word
+    weight_schemes: ClassVar[tuple[WeightTransport, ...]]  # supported ways to send weights
+    can_add_workers: ClassVar[bool]  # whether more workers can be launched later
+    startup_grace: float = BOOT  # extra seconds until a relaunched worker must have sent its first message
 
     def position(self, worker: WorkerHandle) -> dict[str, int]:
-        """In which step and lane a worker is, as far as that can be known from outside."""
+        """Return the step and lane a worker is in, as far as that can be seen from outside."""
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
-        """Make what is needed before the first worker is launched."""
+        """Create what is needed before the first worker is launched."""
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
-        """Start these, all at once, from their jobs; each has a connection from its first moment on."""
+        """Start these workers from their jobs, all at once. Each has a connection as soon as it is started."""
 
     def retire(self, worker: WorkerHandle) -> None:
-        """End what is left of a worker that has failed. It may be launched again, where that is possible."""
+        """End what is left of a failed worker, so that it can be launched again where that is possible."""
 
     def release_claims(self, worker: WorkerHandle) -> None:
-        """What a worker had begun on when it ended is for others to make; its `frames` are all it has made."""
+        """Release the frames a dead worker had claimed but not collected, so that other workers collect them.
+
+        `worker.frames` counts only the frames it finished.
+        """
 
     def cannot_restart(self) -> str | None:
-        """Return why a worker that failed cannot be launched again; None: it can."""
+        """Return why a failed worker cannot be launched again; None if it can."""
         return None
 
     def wait(self, seconds: float | None) -> list[int]:
-        """Wait for so long (None: as long as it takes) until a worker has spoken or is gone: the numbers of those."""
+        """Wait up to `seconds` (None: forever) until workers have sent something or are gone; return their numbers."""
 
     def common_slots(self, workers: Sequence[WorkerHandle], whole: Layout, count: int) -> Callable[[int], Slot]:
-        """So many slots of which each worker fills its lanes; returns what makes the one of an index (-1: the last)."""
+        """Allocate `count` slots that all workers share, each filling its own lanes.
+
+        Return a function from an index (-1: the last) to the slot.
+        """
 
     def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
-        """So many slots for each of these workers, which are its `slots`; not `here`: nobody but itself reads them."""
+        """Allocate `count` slots for each of these workers, as its `slots`; not `here`: only the worker reads them."""
 
     def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
-        """Return what a worker is told when memory and weights are ready: where they are."""
+        """Return the arguments of a worker's `begin` call, which say where its memory and weights are."""
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> WeightChannel:
-        """Return where weights for all are published, once all workers have begun."""
+        """Return the channel that publishes weights to all workers, once all of them have begun."""
 
     def pass_weights(self, worker: WorkerHandle, data: bytes) -> Any:
-        """Bring the weights of one worker to it; returns what it is told of them."""
+        """Pass one worker its own weights; return the argument of its `load_weights` call that refers to them."""
 
     def resend_weights(self, worker: WorkerHandle) -> None:
-        """Send the latest weights for all to one that was launched later, where it does not find them by itself."""
+        """Send a worker that was launched later the latest weights for all, if it does not find them by itself."""
 
     def set_random_frames(self, frames: int) -> None:
-        """So many frames of the run have random actions."""
+        """Collect the first `frames` frames of the run with random actions."""
 
     def cut_short(self, stop: bool) -> None:
-        """Let rollouts end where they are; False: from now on they go to their end."""
+        """Tell workers to end their rollouts early, or, with False, to complete them from now on."""
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
-        """End these workers, which are all, within a few deadlines, and free what was opened. May be called twice."""
+        """End these workers (all there are) within a few deadlines, and free all resources. May be called twice."""
 
 
 class Delivery(Protocol):
-    """Which rollouts make a batch, and when a slot is given out again."""
+    """Decides which rollouts make a batch, and when a slot is given to a worker again."""
 
-    in_step: bool  # whether all frames of a batch have one version
-    unfinished: bool  # whether a batch is half made: Ctrl-C interrupted who waited for it
+    in_step: bool  # whether all frames of a batch have the same policy version
+    unfinished: bool  # whether a batch is half collected, because Ctrl-C interrupted the wait for it
 
     def prepare(self, supervisor: Supervisor) -> None:
-        """Make room for rollouts, as workers have said what these look like; again when there are more workers."""
+        """Allocate slots for the layouts the workers have reported; called again when workers are added."""
 
     def preempts(self, workers: int) -> bool:
         """Return whether rollouts may be cut short."""
 
     def take(self, *, random: bool, most: float) -> Rollout:
-        """The next rollout; `most`: how many frames may still be asked for, where they are written as they are made."""
+        """Return the next rollout; `most`: how many frames may still be ordered, if workers write them to a buffer."""
 
-    def forget_unfinished(self) -> None:
-        """Have what was begun and not delivered made to the end, and forget it."""
+    def discard_unfinished(self) -> None:
+        """Let workers finish the rollouts that were begun and not delivered, and discard these."""
 
-    def begin_anew(self, workers: Sequence[int], call: int) -> None:
-        """These have begun new episodes with this call: what they had made before it is not delivered any more."""
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
+        """Discard the undelivered rollouts that these workers collected before `call`, which started new episodes."""
 
     def settle(self) -> tuple[int, int]:
-        """Frames and rollouts nobody has taken; they are forgotten. Workers have nothing to do."""
+        """Return the number of frames and rollouts that were never taken, and discard them. Workers must be idle."""

@@ -1,15 +1,15 @@
-"""Deliveries: which rollouts make a batch, and when a slot is given out again.
+"""Deliveries: which rollouts make a batch, and when a slot is given to a worker again.
 
-    InStep      one slot for all: worker w fills lanes [w·B, (w+1)·B), the batch is whole when all have       1 version
-    AsReady     slots of its own for each: whoever is full first is taken first, and goes on while you learn
-    IntoBuffer  workers bring their rollouts to a buffer themselves: only how many frames they made comes here
+    InStep      one slot for all: worker w fills lanes [w·B, (w+1)·B); a batch has one version and every worker
+    AsReady     each worker has slots of its own: the first rollout that is ready is taken first; workers never stop
+    IntoBuffer  workers write their rollouts to a buffer themselves: only the number of frames comes here
 
                     ┌── a slot number ──► worker 0 ─┐
     take ── wait ───┤                               ├──► "full" ──► lend (or copy) ──► consumer
      ▲              └── a slot number ──► worker 1 ─┘                                       │
-     └── the last tensor on the slot has died: its number is given out with the next take ◄─┘
+     └── the last tensor on the slot is freed: the next take sends its number to a worker ◄─┘
 
-`take` and what changes what is under way are called while the supervisor's `listen_lock` is held, and Ctrl-C with it.
+`take`, and every method that changes pending work, is called with the supervisor's `listen_lock` and Ctrl-C held.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from reap.backends.worker_server import RolloutReady
 from reap.core.slot import TRAJ_IDS, Pool, Slot
 from reap.spec import Key
 
-ALL = 2**62  # frames: more than there will ever be
-OWN_SLOTS = 4  # of a worker that goes on by itself: one being filled, one full, two with the consumer
-_COMMON_SLOTS = 3  # of workers in step: two for the consumer, one that is copied out when it holds both
-_AHEAD = 2  # rollouts a worker that writes to a buffer is asked for at a time
+NO_LIMIT = 2**62  # frames: stands for no limit
+OWN_SLOTS = 4  # of a worker out of step: one being filled, one full, two with the consumer
+_COMMON_SLOTS = 3  # of workers in step: two for the consumer, one to copy from while it holds both
+_SLOTS_AHEAD = 2  # slots that a worker that writes to a buffer is given at a time
 
 
 class InRounds(Delivery):
-    """What deliveries have in common that wait for one rollout of every worker: a round.
+    """Base of deliveries that wait for a round: one rollout of every worker.
 
-    `threshold`: when this share of the workers is done, the others are cut short.
+    `threshold`: when this share of the workers is done, the rollouts of the others are cut short.
     """
 
     _supervisor: Supervisor
@@ -47,30 +47,30 @@ class InRounds(Delivery):
         self.unfinished = False
 
     def _enough(self, workers: int) -> int:
-        """Return how many of so many workers have to be done."""
+        """Return how many of so many workers have to be done before the others are cut short."""
         return workers if self._threshold is None else min(max(int(workers * self._threshold), 1), workers)
 
     def preempts(self, workers: int) -> bool:
         return self._enough(workers) < workers
 
     def _order(self, slot: int, *, random: bool) -> None:
-        """Let every worker fill this slot."""
+        """Tell every worker to fill this slot."""
         supervisor = self._supervisor
         self.unfinished = True
-        supervisor.set_random_frames(ALL if random else 0)
+        supervisor.set_random_frames(NO_LIMIT if random else 0)
         supervisor.transport.cut_short(False)
         for worker in supervisor.living:
             supervisor.fill(worker, slot)
 
     def _wait(self) -> None:
-        """Wait until all have arrived: those that are left, where one may be dropped meanwhile."""
+        """Wait until the rollouts of all workers have arrived, except those of workers that are dropped meanwhile."""
         supervisor = self._supervisor
         while (left := sum(bool(worker.pending_slots) for worker in supervisor.workers)) > 0:
             if len(supervisor.arrived) >= self._enough(len(supervisor.arrived) + left):
                 supervisor.transport.cut_short(True)
             supervisor.listen()
 
-    def forget_unfinished(self) -> None:
+    def discard_unfinished(self) -> None:
         if self.unfinished:
             self._wait()
             for worker, ready in self._supervisor.arrived:
@@ -83,13 +83,13 @@ class InRounds(Delivery):
 
 
 class InStep(InRounds):
-    """A batch holds a rollout of every worker. `threshold`: when this share of them is done, the others stop."""
+    """Delivers a rollout of every worker as one batch. `threshold`: when this share is done, the others stop."""
 
     in_step = True
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__(threshold)
-        self._pool: Pool | None = None  # None: workers' rollouts have different lengths, and slots of their own
+        self._pool: Pool | None = None  # None: rollouts differ in length, so workers have slots of their own
         self._filling: Slot | None = None
 
     def prepare(self, supervisor: Supervisor) -> None:
@@ -103,7 +103,7 @@ class InStep(InRounds):
         make = supervisor.transport.common_slots(workers, whole, _COMMON_SLOTS)
         self._pool = Pool(whole, limit=_COMMON_SLOTS - 1, make=lambda _, index: make(index))
 
-    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+    def take(self, *, random: bool, most: float = NO_LIMIT) -> Rollout:
         supervisor, workers = self._supervisor, self._supervisor.workers
         if not self.unfinished:
             self._filling = None if self._pool is None else self._pool.acquire()
@@ -114,10 +114,10 @@ class InStep(InRounds):
         filled, self._filling = self._filling, None
         frames, _ = super().settle()
         version = next(iter(full.values())).version
-        parts = [full.get(worker.index) or _nothing_of(worker, version) for worker in workers]
+        parts = [full.get(worker.index) or _placeholder(worker, version) for worker in workers]
         if filled is None or self._pool is None:
-            apart = [_apart(worker, part) for worker, part in zip(workers, parts)]
-            return Rollout({}, workers[0].info.layout, frames, version, parts=apart)
+            copied = [_copied_rollout(worker, part) for worker, part in zip(workers, parts)]
+            return Rollout({}, workers[0].info.layout, frames, version, parts=copied)
         lanes = [worker.info.layout.lanes for worker in workers]
         for first, worker in zip(itertools.accumulate(lanes, initial=0), workers):
             if worker.index not in full:
@@ -128,8 +128,8 @@ class InStep(InRounds):
         finals = joined_finals([part.finals for part in parts], lanes, filled.layout)
         return Rollout(arrays, filled.layout, frames, version, finals=finals)
 
-    def begin_anew(self, workers: Sequence[int], call: int) -> None:
-        """Nothing is under way: see `forget_unfinished`."""
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
+        """Do nothing: `discard_unfinished` has left no work pending."""
 
     def settle(self) -> tuple[int, int]:
         slot, self._filling = self._filling, None
@@ -139,13 +139,13 @@ class InStep(InRounds):
 
 
 class AsReady(Delivery):
-    """A batch is one worker's rollout. So many frames of the run have random actions, whoever makes them."""
+    """Delivers each rollout as a batch. The first `random_frames` of the run have random actions, over all workers."""
 
     in_step = unfinished = False
 
     def __init__(self, random_frames: int = 0) -> None:
         self._random_frames = random_frames
-        self._begun: set[int] = set()  # workers that have their slots
+        self._started: set[int] = set()  # workers that were given their slots
 
     def preempts(self, workers: int) -> bool:
         return False
@@ -155,14 +155,14 @@ class AsReady(Delivery):
         supervisor.set_random_frames(self._random_frames)
         supervisor.transport.own_slots([worker for worker in supervisor.workers if not worker.slots], OWN_SLOTS)
 
-    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+    def take(self, *, random: bool, most: float = NO_LIMIT) -> Rollout:
         supervisor = self._supervisor
         for worker in supervisor.living:
-            if worker.index not in self._begun:
-                self._begun.add(worker.index)
+            if worker.index not in self._started:
+                self._started.add(worker.index)
                 for slot in range(OWN_SLOTS):
                     supervisor.fill(worker, slot)
-        self._take_back()
+        self._refill_returned()
         while not supervisor.arrived:
             supervisor.listen(first=True)
         worker, ready = supervisor.arrived.popleft()
@@ -171,7 +171,7 @@ class AsReady(Delivery):
         return Rollout(arrays, layout, ready.frames, ready.version, worker=worker.index, finals=ready.finals)
 
     def _lend(self, worker: WorkerHandle, index: int) -> dict[Key, np.ndarray[Any, Any]]:
-        """The columns of a full slot; copied if the consumer holds so many that the worker would have to wait."""
+        """Return the columns of a full slot; copied if the consumer holds so many that the worker would wait."""
         slot = worker.slots[index]
         if len(worker.lent) >= OWN_SLOTS - 2:
             arrays = slot.copied()
@@ -180,21 +180,21 @@ class AsReady(Delivery):
         worker.lent.add(index)
         return slot.lend()
 
-    def _take_back(self) -> None:
-        """Slots at which the consumer does not look any more are the workers' again."""
+    def _refill_returned(self) -> None:
+        """Give workers back the slots whose tensors the consumer has freed."""
         for worker in self._supervisor.living:
             for index in [index for index in worker.lent if worker.slots[index].returned]:
                 worker.lent.discard(index)
                 self._supervisor.fill(worker, index)
 
-    def forget_unfinished(self) -> None:
-        """Nobody waits for a batch that is half made."""
+    def discard_unfinished(self) -> None:
+        """Do nothing: no batch is ever half collected."""
 
-    def begin_anew(self, workers: Sequence[int], call: int) -> None:
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
         arrived = self._supervisor.arrived
         for _ in range(len(arrived)):
             worker, ready = arrived.popleft()
-            if worker.index not in workers or ready.since >= call:  # higher: it was started again meanwhile
+            if worker.index not in workers or ready.since >= call:  # higher: it was restarted meanwhile
                 arrived.append((worker, ready))
             else:
                 worker.discard_rollout(ready.frames)
@@ -205,7 +205,7 @@ class AsReady(Delivery):
 
 
 class IntoBuffer(InRounds):
-    """Workers write their rollouts to a buffer. `in_step`: all make one for each take; else as many as are wanted."""
+    """Workers write their rollouts to a buffer. `in_step`: a take counts one rollout of each; else one rollout."""
 
     def __init__(self, *, in_step: bool, threshold: float | None = None, random_frames: int = 0) -> None:
         super().__init__(threshold)
@@ -217,9 +217,9 @@ class IntoBuffer(InRounds):
         if self.in_step and len({layout.steps for layout in layouts}) == 1:
             common_layout(layouts)  # refuses workers whose rows would not fit together
         supervisor.set_random_frames(self._random_frames)
-        supervisor.transport.own_slots(workers, _AHEAD, here=False)
+        supervisor.transport.own_slots(workers, _SLOTS_AHEAD, here=False)
 
-    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+    def take(self, *, random: bool, most: float = NO_LIMIT) -> Rollout:
         supervisor = self._supervisor
         if self.in_step:
             if not self.unfinished:
@@ -228,50 +228,51 @@ class IntoBuffer(InRounds):
             worker, ready = supervisor.arrived[0]
             frames, _ = self.settle()
         else:
-            self._ask_for_more(most)
+            self._order_more(most)
             while not supervisor.arrived:
                 supervisor.listen(first=True)
             worker, ready = supervisor.arrived.popleft()
             frames = ready.frames
         return Rollout({}, worker.info.layout, frames, ready.version, worker=worker.index)
 
-    def _ask_for_more(self, most: float) -> None:
-        """Rollouts are written as they are made: workers are asked for no more than are wanted."""
+    def _order_more(self, most: float) -> None:
+        """Order more rollouts, but no more than `most` frames: every rollout is written to the buffer."""
         supervisor = self._supervisor
-        asked = sum(ready.frames for _, ready in supervisor.arrived)
-        asked += sum(len(worker.pending_slots) * worker.size for worker in supervisor.workers)
-        for ahead in range(1, _AHEAD + 1):
+        ordered = sum(ready.frames for _, ready in supervisor.arrived)
+        ordered += sum(len(worker.pending_slots) * worker.size for worker in supervisor.workers)
+        for ahead in range(1, _SLOTS_AHEAD + 1):
             for worker in supervisor.living:
-                if len(worker.pending_slots) < ahead and asked < most:
-                    supervisor.fill(worker, next(slot for slot in range(_AHEAD) if slot not in worker.pending_slots))
-                    asked += worker.size
+                if len(worker.pending_slots) < ahead and ordered < most:
+                    free = next(slot for slot in range(_SLOTS_AHEAD) if slot not in worker.pending_slots)
+                    supervisor.fill(worker, free)
+                    ordered += worker.size
 
-    def begin_anew(self, workers: Sequence[int], call: int) -> None:
-        """What was written is there, wanted or not; it is counted when somebody takes next."""
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
+        """Do nothing: rollouts in the buffer stay there; the next takes count them."""
 
 
-def _apart(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
+def _copied_rollout(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
     arrays = {**worker.slots[ready.slot].copied(), **ready.loose}
     if worker.dropped and not ready.frames:
         _blank({key: array for key, array in arrays.items() if key not in ready.loose})
     return Rollout(arrays, worker.info.layout, ready.frames, ready.version, worker=worker.index)
 
 
-def _nothing_of(worker: WorkerHandle, version: int) -> RolloutReady:
-    """Return what stands for the rollout of a worker that was dropped: rows that are no frames."""
+def _placeholder(worker: WorkerHandle, version: int) -> RolloutReady:
+    """Return a placeholder for the rollout of a dropped worker: its rows are no frames."""
     layout = worker.info.layout
     loose = {key: np.empty((layout.steps, layout.lanes, *leaf.shape), object) for key, leaf in layout.loose.items()}
     return RolloutReady(0, 0, version, worker.stats, loose=loose)
 
 
 def _blank(arrays: Mapping[Key, np.ndarray[Any, Any]]) -> None:
-    """Make rows say that they are no frames."""
+    """Mark these rows as no frames."""
     for key, array in arrays.items():
         array[...] = -1 if key == TRAJ_IDS else 0
 
 
 def _settled(supervisor: Supervisor) -> tuple[int, int]:
-    """Frames and rollouts that have arrived, which are forgotten."""
+    """Return the number of frames and rollouts that have arrived, and discard them."""
     found = sum(ready.frames for _, ready in supervisor.arrived), len(supervisor.arrived)
     supervisor.arrived.clear()
     return found

@@ -1,8 +1,8 @@
-"""Inline: one worker in this thread. `take` is a call of the fill loop; nothing travels.
+"""InlineBackend: one worker in this thread. `take` calls the fill loop; no data is moved between processes.
 
 take ──► in the env ──► out of it
            │                │
-close ─────┴─ break off ────┴─► closed        from another thread, or a signal handler: never under anybody's feet
+close ─────┴── cancel ──────┴─► closed        from any thread or signal handler: never while a thread is in the env
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport, break_off_when
+from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport, halt_when
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.times import WorkClock
@@ -35,7 +35,7 @@ from reap.weights.strategy import extract
 
 
 class InlineBackend(Backend):
-    """The worker is here. `same_slot` hands out one slot again and again; `cores`: those it collects on."""
+    """Runs one worker in this process. `same_slot` reuses one slot for all rollouts; `cores`: where it collects."""
 
     def __init__(
         self,
@@ -49,19 +49,19 @@ class InlineBackend(Backend):
         rebuild: FailurePolicy | None = None,
     ) -> None:
         self._cores = cores
-        self._rebuild = rebuild  # envs of single lanes that raise are made anew
+        self._rebuild = rebuild  # when set, a lane's env that raises is rebuilt
         self._plan, self._source, self._same_slot, self._transport = plan, source, same_slot, transport
-        self._strategy = strategy  # a user's own, by which weights are extracted and applied
+        self._strategy = strategy  # a user's own strategy, which extracts and applies weights
         self.worker: Worker | DeviceWorker
         self._tracer: RolloutTracer | None = None
-        self.on_rollout: Callable[..., None] | None = None  # told of each
+        self.on_rollout: Callable[..., None] | None = None  # called with each rollout
         self._episodes = EpisodeLog()
-        self._gate = threading.RLock()  # again in one thread: a signal handler may close
-        self._inside: dict[object, int] = {}  # visits to the env, and the thread of each
-        self._closing = False  # whether the last of them closes it
-        # Not an Event: that is Python code, in which Ctrl-C could leave its lock taken.
-        self._closed, self._open = False, threading.Lock()
-        self._open.acquire()  # until it is closed
+        self._lock = threading.RLock()  # reentrant: a signal handler of the same thread may close
+        self._visits: dict[object, int] = {}  # the thread of each visit to the env
+        self._closing = False  # whether the last visit closes the env
+        # Not an Event: that is Python code, and Ctrl-C inside it could leave its lock held.
+        self._closed, self._until_closed = False, threading.Lock()
+        self._until_closed.acquire()  # released when the env is closed
 
     @property
     def close_ends_take(self) -> bool:
@@ -69,18 +69,18 @@ class InlineBackend(Backend):
 
     @contextlib.contextmanager
     def _in_env(self) -> Iterator[None]:
-        """Keep others from closing the env inside."""
+        """Return a context in which no other thread closes the env."""
         visit, thread = object(), threading.get_ident()
         try:
-            with self._gate:
-                self._inside[visit] = thread
+            with self._lock:
+                self._visits[visit] = thread
             if self._closing or self._closed:
                 raise Halted
             yield
         finally:
-            self._inside.pop(visit, None)  # first, in one call: Ctrl-C between two would leave us inside for ever
-            with self._gate:
-                last = self._closing and not self._inside
+            self._visits.pop(visit, None)  # first, in one call: else Ctrl-C could leave the visit registered
+            with self._lock:
+                last = self._closing and not self._visits
                 self._closing = self._closing and not last
             if last:
                 self._close()
@@ -89,14 +89,14 @@ class InlineBackend(Backend):
         env = self._plan.make_env()
         try:
             model = self._plan.make_policy()
-            there = device_worker(self._plan, env, model, same_slot=self._same_slot)
+            on_device = device_worker(self._plan, env, model, same_slot=self._same_slot)
         except BaseException:
             env.close()
             raise
         rebuilds = None if self._rebuild is None else RestartBudget(self._rebuild)
         why: str | None = "its lanes live on a device"
-        if there is not None:
-            self.worker = there
+        if on_device is not None:
+            self.worker = on_device
         else:
             self.worker = Worker(self._plan, parts=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
             why = self.worker.rebuilds.why_not
@@ -131,7 +131,7 @@ class InlineBackend(Backend):
 
     @property
     def episodes(self) -> EpisodeLog:
-        """The episodes of the worker, those that ended just now included."""
+        """The finished episodes of the worker, including those that ended just now."""
         if hasattr(self, "worker"):
             self._episodes.add(self.worker.ended_since())
         return self._episodes
@@ -150,9 +150,9 @@ class InlineBackend(Backend):
         return Interrupts().held()
 
     def breaker(self) -> Callable[[], None]:
-        asked: list[bool] = []
-        break_off_when(lambda: bool(asked), self.worker)
-        return functools.partial(asked.append, True)
+        cancelled: list[bool] = []
+        halt_when(lambda: bool(cancelled), self.worker)
+        return functools.partial(cancelled.append, True)
 
     def publish(self, weights: Any = None) -> int:
         if self._transport == "none":
@@ -167,7 +167,7 @@ class InlineBackend(Backend):
         return self.worker.loop.version
 
     def load(self, weights: Any) -> None:
-        """Load these weights into the policy."""
+        """Load weights into the policy."""
         model = self.worker.model
         if self._strategy is None:
             local.load(model, weights)
@@ -209,29 +209,29 @@ class InlineBackend(Backend):
         counter = self.worker.ledger.counter
         counter.skip_to(int(state.get("traj_pool", {}).get("traj_id", 0)))
         if state.get("resume") is None:
-            self.reset()  # episodes that were open elsewhere do not go on here
+            self.reset()  # episodes that were open elsewhere cannot continue here
         else:
             with self._in_env():
                 self.worker.resume(state["resume"])
         loop.version = int(state.get("policy_version", loop.version))
-        self.worker.ended_since()  # of the time before, which nobody asks for any more
+        self.worker.ended_since()  # drops episodes of the time before, which are no longer wanted
         if "episodes" in state:
             self._episodes.load(state["episodes"])
 
     def activity(self) -> list[WorkerActivity]:
         at = getattr(self.worker.loop, "at", None)
-        text = "waits for the learner" if not self._inside else "collects" if at is None else f"is at step {at[0]}"
+        text = "waits for the learner" if not self._visits else "collects" if at is None else f"is at step {at[0]}"
         return [WorkerActivity(0, text, None, self.worker.lanes)]
 
     def stacks(self) -> dict[str, str]:
-        inside = list(self._inside.values())
+        inside = list(self._visits.values())
         own = stack_of(inside[-1]) if inside else "(nobody collects right now)"
         return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the env; while a thread is in it, that one does so, after the step it is in."""
-        with self._gate:
-            if self._inside and not self.close_ends_take:
+        """Close the env. If a thread is inside, that thread closes it after its current step."""
+        with self._lock:
+            if self._visits and not self.close_ends_take:
                 self._closing = True
                 self.breaker()()
                 return
@@ -239,16 +239,16 @@ class InlineBackend(Backend):
 
     def _close(self) -> None:
         self._closed = True
-        if self._open.locked():
-            self._open.release()
+        if self._until_closed.locked():
+            self._until_closed.release()
         self.profile({})
         if hasattr(self, "worker"):
             self.worker.close()
 
     def wait_closed(self, timeout: float) -> None:
-        """Wait for the thread that is in the env, unless it is this one; `WorkerSilent` after so many seconds."""
-        inside = [one for one in self._inside.values() if self._closing and one != threading.get_ident()]
-        if inside and not (self._closed or self._open.acquire(timeout=timeout)):
+        """Wait for the thread that is in the env, unless it is this one; raise `WorkerSilent` on timeout."""
+        inside = [one for one in self._visits.values() if self._closing and one != threading.get_ident()]
+        if inside and not (self._closed or self._until_closed.acquire(timeout=timeout)):
             raise WorkerSilent(
                 f"the thread that collects did not leave the env within {timeout:.1f} s; it closes it when it does. "
                 f"Its stack:\n{stack_of(inside[0])}"

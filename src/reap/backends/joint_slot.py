@@ -1,4 +1,4 @@
-"""What workers fill together: the layout of a common slot, and the last observations in it."""
+"""The slot that several workers fill together: its common layout, and the final observations in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reap.errors import SpecMismatch
 
 
 def common_layout(layouts: Sequence[Layout]) -> Layout:
-    """One layout with the lanes of all."""
+    """Return one layout that holds the lanes of all `layouts`, which must agree in columns and steps."""
     first = layouts[0]
     for w, layout in enumerate(layouts):
         for key in {**first.columns, **layout.columns}:
@@ -21,12 +21,12 @@ def common_layout(layouts: Sequence[Layout]) -> Layout:
                 raise SpecMismatch(f"workers 0 and {w} differ in {key}: {one} and {other}")
         if layout.steps != first.steps:
             raise SpecMismatch(f"workers 0 and {w} differ in steps per batch: {first.steps} and {layout.steps}")
-    look = replace(first.look, dims=None)  # how lanes are arranged is the collector's affair
+    look = replace(first.look, dims=None)  # the collector decides how lanes are arranged
     return Layout(first.columns, first.steps, sum(layout.lanes for layout in layouts), batched=True, look=look)
 
 
 def joined_finals(parts: Sequence[Finals | None], lanes: Sequence[int], layout: Layout) -> Finals | None:
-    """Return the last observations of all workers, who have so many lanes each; None where they are in the columns."""
+    """Join the final observations of all workers, which have `lanes` lanes each; None if they lie in the columns."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None

@@ -1,7 +1,7 @@
-"""NestedWorkers: a remote worker with processes of its own beside it. To its collector it is one worker.
+"""NestedWorkers: a remote worker that runs several worker processes. To its collector it is one worker.
 
-order ──► remote worker ──► worker 0 … worker k-1        sync    a rollout holds the lanes of all of them
-             ▲                  │                         async   it is one worker's, whoever is first
+order ──► remote worker ──► worker 0 … worker k-1        sync    a rollout holds the lanes of all processes
+             ▲                  │                         async   a rollout is that of the first process that is ready
              └───── block ◄─────┘
 """
 
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NestedWorkers:
-    """How many workers a remote worker has, and whether they go in step. Makes the remote worker, where it is to be."""
+    """Number of worker processes of a remote worker, and whether they run in step. Called, it makes that worker."""
 
     workers: int
     sync: bool
-    random_frames: int = 0  # of workers that do not go in step: they run ahead of what they are told
+    random_frames: int = 0  # for workers not in step, which run ahead of what they are told
 
     def __call__(self, job: Job, *transport: Any) -> RemoteWorker:
         """Return the remote worker."""
@@ -47,13 +47,13 @@ class NestedWorkers:
 
 
 class NestedRemoteWorker(RemoteWorker):
-    """A remote worker whose worker is several, in processes."""
+    """A remote worker whose one worker is several processes."""
 
     worker: _Processes  # type: ignore[assignment]
 
     def __init__(self, job: Job, *transport: Any, nested: NestedWorkers) -> None:
         self._job, self._nested = job, nested
-        super().__init__(replace(job, hooks=None), *transport)  # they run in the workers
+        super().__init__(replace(job, hooks=None), *transport)  # the processes call the hooks
 
     def _build(self, plan: Plan, workers: int) -> None:
         self.worker = _Processes(self._job, self._nested)
@@ -68,31 +68,31 @@ class NestedRemoteWorker(RemoteWorker):
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self._refresh()
-        self._forget()
+        self._discard_held_back()
         self.worker.load_state(state.get("env_state_dict", {}), first_id, version)
         if self.info.has_weights and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
 
     def do_mark_cut(self) -> None:
-        """All trajectories that were open in the workers before these have been cut."""
+        """Mark the trajectories that were open in the predecessors of all processes as cut."""
         self.worker.call("mark_cut")
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return what is at a path in every worker, as a list."""
+        """Return a list of what is at a path in each process."""
         try:
             return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
         except Exception as error:
             return Raised.of(error, path)
 
     def do_apply(self, path: str, packed: bytes) -> Any:
-        """Give the models at a path in every worker what a user's strategy has made of their weights."""
+        """Apply weights, extracted by a user's own strategy, to the model at a path in each process."""
         try:
             self.worker.call("apply", path, packed)
         except Exception as error:
             return Raised.of(error, path)
 
     def do_hooks(self, packed: bytes) -> None:
-        """Hand the hooks on to the workers, which call them."""
+        """Pass the hooks on to the processes, which call them."""
         self.worker.call("hooks", packed)
 
     def do_weights(self) -> dict[str, Any]:
@@ -103,17 +103,17 @@ class NestedRemoteWorker(RemoteWorker):
     def _load(self, weights: Any, version: int) -> None:
         self._refresh()
         self.worker.publish(weights, version)
-        self.worker.look_at_weights()
+        self.worker.refresh_tensors()
 
 
 class _Processes:
-    """The workers, with the methods that a remote worker calls on its one."""
+    """The worker processes, behind the methods that a remote worker calls on its `Worker`."""
 
     span = (0.0, 0.0)  # of the last rollout
 
     def __init__(self, job: Job, nested: NestedWorkers) -> None:
-        self._index, self._of, self._version = job.index, job.workers, 0
-        plan = replace(job.plan, steps=_Share(job.plan.steps, nested.workers)) if nested.sync else job.plan
+        self._index, self._remote_workers, self._version = job.index, job.workers, 0
+        plan = replace(job.plan, steps=_SharedSteps(job.plan.steps, nested.workers)) if nested.sync else job.plan
         self._backend = WorkerBackend(
             [plan] * nested.workers,
             transport=SharedMemoryTransport(),
@@ -124,18 +124,18 @@ class _Processes:
             strategy=job.strategy,
         )
         try:
-            self._ask(self._backend.start)
+            self._call_backend(self._backend.start)
         except BaseException:
             self._backend.close()
             raise
-        self.info = self._seen_together(nested)
+        self.info = self._joint_info(nested)
         self.layout = self.info.layout
         self.tensors: list[Tensor] = []
         if self.info.packing is not None:
             self.tensors = self.info.packing.views(np.zeros(self.info.packing.nbytes, np.uint8))
-            self.look_at_weights()
+            self.refresh_tensors()
 
-    def _seen_together(self, nested: NestedWorkers) -> WorkerInfo:
+    def _joint_info(self, nested: NestedWorkers) -> WorkerInfo:
         infos = [remote.info for remote in self._backend.workers]
         own, lanes = infos[0].layout, sum(info.lanes for info in infos)
         if not nested.sync:
@@ -145,8 +145,8 @@ class _Processes:
             layout.look = replace(layout.look, dims=(nested.workers, *own.dims))
         return replace(infos[0], layout=layout, lanes=lanes)
 
-    def _ask(self, verb: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Call a verb of the backend; errors name a worker by two numbers: its remote worker's, and its own there."""
+    def _call_backend(self, verb: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Call a method of the backend; errors name a worker as "remote worker/process"."""
         try:
             return verb(*arguments, **options)
         except WorkerError as error:
@@ -155,12 +155,12 @@ class _Processes:
 
     def fill(self, slot: Slot, *, random: bool) -> int:
         began = time.perf_counter()
-        rollout = self._ask(self._backend.take, random=random)
+        rollout = self._call_backend(self._backend.take, random=random)
         for key, array in rollout.arrays.items():
             slot.arrays[key][...] = array
-        if TRAJ_IDS in slot.arrays:  # unique among remote workers
+        if TRAJ_IDS in slot.arrays:  # made unique among remote workers
             ids = slot.arrays[TRAJ_IDS]
-            ids *= self._of
+            ids *= self._remote_workers
             ids += self._index
         slot.finals, slot.state = rollout.finals, State.FULL
         self._version, self.span = rollout.version, (began, time.perf_counter())
@@ -170,7 +170,7 @@ class _Processes:
         return together([remote.stats for remote in self._backend.workers])
 
     def ended_since(self) -> Any:
-        """Episodes of all of them; their lanes are numbered from the first worker's to the last one's."""
+        """Return the new episodes of all processes; lanes are numbered from the first process to the last."""
         rows = self._backend.episodes.take()
         lanes = [worker.info.lanes for worker in self._backend.known_workers]
         first = np.cumsum([0, *lanes])
@@ -178,71 +178,71 @@ class _Processes:
         return rows
 
     def running_statistics(self) -> Sequence[RunningStatistics]:
-        """None of its own: nested workers share theirs among themselves."""
+        """Return no statistics: the processes share theirs among themselves."""
         return ()
 
     @property
     def version(self) -> int:
-        """Of the weights that made the last rollout."""
+        """The version of the weights that made the last rollout."""
         return self._version
 
     @version.setter
     def version(self, version: int) -> None:
-        """`tensors` hold the weights of this version from here on."""
+        """Publish the weights in `tensors`, which have this version."""
         names = [] if self.info.packing is None else [entry[0] for entry in self.info.packing.entries]
         self.publish(dict(zip(names, self.tensors)), version)
 
     @property
     def latest(self) -> int:
-        """The version of the weights that act from here on."""
+        """The version of the weights that the next rollouts use."""
         return self._backend.version
 
     def publish(self, weights: Any, version: int) -> None:
-        """Send new weights to all workers."""
+        """Send new weights to all processes."""
         self._backend.version = version - 1
-        self._ask(self._backend.publish, weights)
+        self._call_backend(self._backend.publish, weights)
 
-    def look_at_weights(self) -> None:
-        """`tensors` hold what the workers have now: the next update may leave some of it out."""
+    def refresh_tensors(self) -> None:
+        """Copy the current weights into `tensors`, because the next update may leave some of them out."""
         for tensor, value in zip(self.tensors, self.weights().values() if self.tensors else ()):
             tensor.copy_(value)
 
     def weights(self) -> Any:
-        """Return the weights of the first worker; all have the same."""
-        return self._ask(self._backend.weights_of, 0)
+        """Return the weights of the first process; all have the same."""
+        return self._call_backend(self._backend.weights_of, 0)
 
     def reset(self, lanes: Any = None) -> None:
-        self._ask(self._backend.reset, lanes)
+        self._call_backend(self._backend.reset, lanes)
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        return self._ask(self._backend.set_seed, seed, static=static)
+        return self._call_backend(self._backend.set_seed, seed, static=static)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Ask all workers the same."""
-        self._ask(self._backend.call, name, self._backend.supervisor.everyone(*arguments))
+        """Call all processes with the same arguments."""
+        self._call_backend(self._backend.call, name, self._backend.supervisor.everyone(*arguments))
 
     def find(self, path: str, call: Any) -> list[Any]:
-        """Return what is at a path, or what it returns when called, in each."""
+        """Return what is at a path in each process, or what it returns there when called."""
         calls = None if call is None else [call] * len(self._backend.workers)
         return list(self._backend.find(path, calls).values())
 
     def state(self) -> dict[str, Any]:
-        state = self._ask(self._backend.state_dict)
-        first = int(state.pop("traj_pool")["traj_id"]) * self._of + self._index
+        state = self._call_backend(self._backend.state_dict)
+        first = int(state.pop("traj_pool")["traj_id"]) * self._remote_workers + self._index
         return {"env_state_dict": state, "traj_id": first}
 
     def load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
-        first = max(0, -(-(first_id - self._index) // self._of))
+        first = max(0, -(-(first_id - self._index) // self._remote_workers))
         loaded = {**state, "traj_pool": {"traj_id": first}, "policy_version": version}
-        self._ask(self._backend.load_state_dict, loaded)
+        self._call_backend(self._backend.load_state_dict, loaded)
 
     def close(self) -> None:
         self._backend.close()
 
 
 @dataclass(frozen=True)
-class _Share:
-    """Steps of each, where all together make what was asked for."""
+class _SharedSteps:
+    """Computes the steps of each process such that all together collect the requested frames."""
 
     steps: Callable[[int], int]
     workers: int

@@ -1,20 +1,20 @@
-"""Supervisor: what every set of workers needs, whatever transport reaches them.
+"""Supervisor: starts, calls, watches, replaces and ends workers, whatever transport reaches them.
 
-    start ──► all at once ──► each says what its rollouts look like
+    start ──► all at once ──► each worker reports the layout of its rollouts
     call  ──► a number, a name ──► answer │ raised │ died │ silent
-    fill  ──► a slot ──► arrived, in the order in which rollouts come │ raised │ died │ silent
+    fill  ──► a slot ──► arrived, in the order in which rollouts come in │ raised │ died │ silent
     close ──► goodbye ──► SIGTERM ──► SIGKILL, by one deadline
 
-A worker that died, raised or fell silent has failed. Then, as the `FailurePolicy` says:
+A worker that died, raised or fell silent has failed. What happens then depends on the `FailurePolicy`:
 
-    raise     the first failure is kept, and raised by whoever listens next
-    restart   launch ──► what it is like ──► joining: memory, weights, ids ──► what the other was asked and did not do
-    drop      nothing is asked of it any more
+    raise     the first failure is kept, and the next thread that listens raises it
+    restart   launch ──► layout ──► joining: memory, weights, ids ──► the call and slots its predecessor left undone
+    drop      the worker receives no more work
 
-A worker that joins is not waited for here: its answers are heard among those of the others.
+Nothing blocks on a worker that joins: its answers are received along with the messages of the others.
 
 One thread at a time listens: it holds `listen_lock`. Ctrl-C is raised only while waiting, when nothing is half done, so
-the caller may call again as if nothing had happened.
+the caller can repeat the call as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDie
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import fresh_seed
 
-Heard = Callable[[WorkerHandle, Any], None]
-FIRST = 0  # the number of what workers say unasked, when they start
+OnAnswer = Callable[[WorkerHandle, Any], None]
+UNREQUESTED = 0  # stands for the call number of the first message a worker sends, which answers no call
 
 
 class Supervisor:
     """Starts, calls and watches the workers behind one transport.
 
-    `joining(worker)` yields the name and the arguments of each call that brings a worker that was started later up to
-    date.
+    `joining(worker)` yields the name and the arguments of each call that brings a restarted worker up to date.
     """
 
     def __init__(
@@ -68,30 +67,30 @@ class Supervisor:
         self.transport, self.on_failure = transport, on_failure or FailurePolicy()
         self._joining = None if joining is None else weakref.WeakMethod(joining)
         self._budget = RestartBudget(self.on_failure)
-        self._causes: dict[int, ReapError] = {}  # what ended each worker whose replacement is starting
-        self.on_return: Callable[[WorkerHandle], None] | None = None  # told of each that was started again
-        self.catch_up: Callable[[], None] | None = None  # counts what workers that run free have made meanwhile
+        self._causes: dict[int, ReapError] = {}  # why each worker whose replacement is starting had failed
+        self.on_restarted: Callable[[WorkerHandle], None] | None = None  # called with each worker that was restarted
+        self.catch_up: Callable[[], None] | None = None  # adds up what free-running workers have collected
         self.silence = Silence(timeout)
         self.workers: list[WorkerHandle] = []
-        self.former: list[WorkerHandle] = []  # who they were, once it is closed
-        self.arrived: deque[tuple[WorkerHandle, RolloutReady]] = deque()  # rollouts nobody has taken yet
+        self.former: list[WorkerHandle] = []  # the workers it had, after `close`
+        self.arrived: deque[tuple[WorkerHandle, RolloutReady]] = deque()  # rollouts that were not taken yet
         self.episodes = EpisodeLog()
-        self.statistics = StatisticsPool()  # that the workers' envs learn
-        self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
-        self.calls = 0  # the number of the last one
-        self._heard: Heard | None = None  # called with each answer to the last call, as it comes
+        self.statistics = StatisticsPool()  # running statistics of the workers' envs
+        self.on_rollout: Callable[..., None] | None = None  # called with each rollout that arrives
+        self.calls = 0  # the number of the last call
+        self._on_answer: OnAnswer | None = None  # called with each answer to the last call as it arrives
         self.interrupts = Interrupts()
         self.listen_lock = threading.RLock()  # one thread at a time listens
-        self._random_frames = 0  # of the run: so many have random actions
-        self._frames_ordered = 0  # so far
-        self._failure: ReapError | None = None  # of the first worker that failed
+        self._random_frames = 0  # the first frames of the run that have random actions
+        self._frames_ordered = 0  # in this run so far
+        self._failure: ReapError | None = None  # the first failure that was not handled
         self._opened = self._halted = False
         self._owner = os.getpid()
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def start(self, jobs: Sequence[Job]) -> list[WorkerHandle]:
-        """Start workers, all at once; returns when each has said what it is like."""
+        """Start workers all at once, and return them when each has reported its `WorkerInfo`."""
         new = [WorkerHandle(job) for job in jobs]
         self.workers.extend(new)
         try:
@@ -104,8 +103,8 @@ class Supervisor:
             raise
         if self.on_failure.action != "restart":
             for worker in new:
-                worker.job = None  # and with it our duplicates of the descriptors in it
-        for index, info in self.answers(new, FIRST, grace=BOOT).items():
+                worker.job = None  # this also closes our duplicates of the file descriptors in it
+        for index, info in self.answers(new, UNREQUESTED, grace=BOOT).items():
             self.workers[index].info = info
             self._started(self.workers[index])
         return new
@@ -118,12 +117,12 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """How many workers were started again."""
+        """How many times a worker was restarted."""
         return self._budget.count
 
     @property
     def failed(self) -> bool:
-        """Whether a worker has failed for which there is no other."""
+        """Whether there was a failure that no restart and no drop has handled."""
         return self._failure is not None
 
     @property
@@ -132,19 +131,19 @@ class Supervisor:
         return [worker for worker in self.workers if not worker.dropped]
 
     def change_jobs(self, **changes: Any) -> None:
-        """Workers that are started again, are started with these fields of their jobs."""
+        """Change these fields in the jobs from which workers are restarted."""
         for worker in self.workers:
             if worker.job is not None:
                 worker.job = replace(worker.job, **changes)
 
     def close(self, *, failed: bool = False) -> None:
-        """End all workers, within one deadline. `failed`: an error waits to be told, so it may go on in a thread."""
+        """End all workers within one deadline. `failed`: an error is about to be raised; a thread may finish this."""
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
-        with self.interrupts.held():  # a few seconds at most; interrupted, it would leave workers to themselves
+        with self.interrupts.held():  # a few seconds at most; an interrupt would leave workers running
             alone = self.listen_lock.acquire(blocking=False)
-            if not alone:  # another thread waits for workers: it leaves before what it waits on is closed
-                self.break_off()
+            if not alone:  # another thread waits for workers: it must leave before the transport is closed
+                self.halt()
                 alone = self.listen_lock.acquire(timeout=LEAVE)
             try:
                 workers, self.workers = self.workers, []
@@ -158,20 +157,20 @@ class Supervisor:
                 if alone:
                     self.listen_lock.release()
 
-    def break_off(self) -> None:
-        """Whoever waits for workers, in whatever thread, waits no longer: `Halted` is raised there."""
+    def halt(self) -> None:
+        """Make the thread that waits for workers, if any, stop waiting and raise `Halted`."""
         self._halted = True
         self.interrupts.wake()
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
     def listen(self, *, first: bool = False, within: float | None = None) -> None:
-        """Wait until some worker speaks, or is gone; file it. `first`: what has arrived goes before a failure.
+        """Wait until a worker has sent something or is gone, and process its messages.
 
-        `within`: wait so many seconds at most; 0: file what is there.
+        `first`: raise no failure while there are rollouts to take. `within`: the most seconds to wait; 0 does not wait.
         """
         if self._failure is None:
-            silent = self.silence.patience(self._waited_for())
+            silent = self.silence.patience(self._silent_since())
             waits = [seconds for seconds in (within, silent) if seconds is not None]
             ready = self.transport.wait(min(waits, default=None))
             self.interrupts.let_in()
@@ -179,14 +178,14 @@ class Supervisor:
                 raise Halted
             for index in ready:
                 if not self.workers[index].dropped:
-                    self._hear(self.workers[index])
-            self._check_silence()  # after hearing: whoever has spoken is not silent, however long nobody listened
+                    self._receive(self.workers[index])
+            self._check_silence()  # last: a worker that has sent something is not silent, however late it is read
         if self._failure is not None and not (first and self.arrived):
             raise self._failure
 
-    def _hear(self, worker: WorkerHandle) -> None:
+    def _receive(self, worker: WorkerHandle) -> None:
         connection = worker.live_connection
-        messages, ended = connection.hear()
+        messages, ended = connection.receive()
         for message in messages:
             worker.busy_since = time.monotonic()
             if message == HELLO:
@@ -200,15 +199,15 @@ class Supervisor:
             if isinstance(message, RolloutReady):
                 self._file(worker, message)
                 continue
-            call, value = (message.call, message.value) if isinstance(message, Answer) else (FIRST, message)
+            call, value = (message.call, message.value) if isinstance(message, Answer) else (UNREQUESTED, message)
             if worker.joining is not None:
-                self._go_on_joining(worker, value)
-            elif call == worker.pending_call:  # else the caller was interrupted, and has gone
+                self._continue_joining(worker, value)
+            elif call == worker.pending_call:  # else the call was interrupted, and nobody waits for the answer
                 worker.answered(message)
-                if call != FIRST and self._heard is not None and not isinstance(value, Raised):
-                    self._heard(worker, value)
+                if call != UNREQUESTED and self._on_answer is not None and not isinstance(value, Raised):
+                    self._on_answer(worker, value)
             if worker.live_connection is not connection:
-                return  # it has failed while joining, and there is another
+                return  # it has failed while joining, and was launched again
         if ended and worker.live_connection is connection:
             self.fail(worker, worker.child.death())
 
@@ -219,7 +218,7 @@ class Supervisor:
         if ready.statistics is not None:
             self.statistics.report(worker.index, ready.statistics)
         if ready.episodes is not None:
-            # The last moment of a rollout is, by our clock, now or earlier: the least of these differences is the best.
+            # By our clock the rollout has ended now or earlier: the smallest of these differences is the best estimate.
             worker.clock_behind = min(worker.clock_behind, time.perf_counter() - ready.span[1])
             self.episodes.add(ready.episodes, worker.index, shift=worker.clock_behind)
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
@@ -228,25 +227,21 @@ class Supervisor:
             self.on_rollout(worker.index, ready.span, frames=ready.frames, version=ready.version)
 
     def at(self, worker: WorkerHandle, error: ReapError) -> ReapError:
-        """Return an error, with the worker it is of and where that was."""
+        """Return an error with its worker's name and position added."""
         return error.at(worker=worker.name, **self.transport.position(worker))
 
-    def death(self, worker: WorkerHandle) -> ReapError:
-        """Return the error for a worker that is gone."""
-        return self.at(worker, worker.child.death())
-
-    def _waited_for(self) -> list[tuple[WorkerHandle, float | None]]:
-        """Workers, and since when each has been silent."""
+    def _silent_since(self) -> list[tuple[WorkerHandle, float | None]]:
+        """Return workers, each with the time since when it has been silent; None: nothing is expected of it."""
         return [(worker, worker.busy_since if worker.busy else None) for worker in self.workers]
 
     def _check_silence(self) -> None:
-        if self._failure is None and (found := self.silence.check(self._waited_for())) is not None:
+        if self._failure is None and (found := self.silence.check(self._silent_since())) is not None:
             self.fail(*found)
 
     def poll_failures(self) -> None:
-        """Raise what went wrong with a worker, if anything has. Does not wait."""
-        with self.interrupts.held():  # what is half read when Ctrl-C comes would be lost
-            if self.listen_lock.acquire(blocking=False):  # else somebody listens already
+        """Raise the failure of a worker, if there is one. Does not wait."""
+        with self.interrupts.held():  # an interrupt would lose a message that is half read
+            if self.listen_lock.acquire(blocking=False):  # else another thread listens already
                 try:
                     self.listen(within=0)
                 finally:
@@ -255,7 +250,7 @@ class Supervisor:
     # ---- failures -------------------------------------------------------------------------------------------------
 
     def fail(self, worker: WorkerHandle, error: ReapError) -> None:
-        """A worker has failed. It is replaced or left out; or the error is kept for whoever listens next."""
+        """Handle a failed worker: replace it, drop it, or keep the error, which the next thread that listens raises."""
         error = self.at(worker, error)
         record("death", worker.name, "%s", str(error).partition("\n")[0])
         action = self.on_failure.chosen_for(error, building=not worker.begun)
@@ -264,7 +259,7 @@ class Supervisor:
         elif action == "drop":
             lost = (
                 sum(worker.pending_slots.values()) * worker.size
-            )  # frames with random actions, which others are to make
+            )  # frames with random actions that other workers must collect
             self._frames_ordered = min(self._frames_ordered, self._random_frames) - lost
             worker.drop()
             self._end(worker)
@@ -272,26 +267,26 @@ class Supervisor:
             if not self.living:
                 self._failure = error
         elif (why := self._budget.spend(worker.failed_starts)) is None:
-            self._start_again(worker, error)
+            self._restart(worker, error)
         else:
             self._failure = refused(error, why)
 
     def _end(self, worker: WorkerHandle) -> None:
-        """End what is left of a worker; nobody waits any more for what it had begun on."""
+        """End what is left of a worker, and release the frames it had claimed."""
         self.transport.retire(worker)
         if self.catch_up is not None:
             self.catch_up()
         self.transport.release_claims(worker)
 
-    def _count_rebuilt(self, worker: WorkerHandle, told: EnvRebuilt) -> None:
-        """A worker has made one of its envs anew, and goes on; unless that was one too many."""
+    def _count_rebuilt(self, worker: WorkerHandle, rebuilt: EnvRebuilt) -> None:
+        """Count an env that a worker has rebuilt; too many of them are a failure."""
         try:
-            self._budget.count_rebuilt(worker.index, self.at(worker, told.cause.unpack()), told.seconds)
+            self._budget.count_rebuilt(worker.index, self.at(worker, rebuilt.cause.unpack()), rebuilt.seconds)
         except ReapError as error:
             self._failure = self._failure or error
 
-    def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
-        """Launch another in the place of a worker; it joins while others are listened to."""
+    def _restart(self, worker: WorkerHandle, error: ReapError) -> None:
+        """Launch a replacement for a worker. It joins while the other workers continue."""
         if worker.joining is None:
             worker.failed_at = time.monotonic()
         worker.failed_starts += 1
@@ -302,7 +297,7 @@ class Supervisor:
         self._end(worker)
         try:
             self.transport.launch([worker])
-        except (ConnectionError, ReapError) as why:  # there is nobody left who could start one
+        except (ConnectionError, ReapError) as why:  # nothing is left that could start one
             self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {why}"))
             self._failure.__cause__ = earlier or error
             return
@@ -311,7 +306,7 @@ class Supervisor:
         next(worker.joining)
 
     def _join(self, worker: WorkerHandle) -> Generator[None, Any, None]:
-        """Tell a newcomer what the others know, one call at a time: each `yield` waits for the answer to the last."""
+        """Bring a newcomer up to date, one call at a time: each `yield` receives the answer to the last call."""
         info = yield
         if worker.begun and not info.layout.same_as(worker.info.layout):
             raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")
@@ -322,7 +317,7 @@ class Supervisor:
                 self.send_call(worker, name, *arguments)
                 yield
 
-    def _go_on_joining(self, worker: WorkerHandle, answer: Any) -> None:
+    def _continue_joining(self, worker: WorkerHandle, answer: Any) -> None:
         if isinstance(answer, Raised):
             self.fail(worker, answer.unpack())
             return
@@ -332,47 +327,49 @@ class Supervisor:
         except SpecMismatch as error:
             self._failure = self._failure or self.at(worker, error)
         except StopIteration:
-            self._returned(worker)
+            self._finish_joining(worker)
 
-    def _returned(self, worker: WorkerHandle) -> None:
-        """One that was started again is there, and knows what the others know."""
-        if worker.pending_call == FIRST:  # its first words are what somebody waits for
+    def _finish_joining(self, worker: WorkerHandle) -> None:
+        """Give a restarted worker that is up to date now its pending work, and report the restart."""
+        if worker.pending_call == UNREQUESTED:  # a caller waits for its `WorkerInfo`
             worker.answered(worker.info)
         worker.failed_starts = 0
         worker.resend_pending()
         self._started(worker)
-        if self.on_return is not None:
-            self.on_return(worker)
+        if self.on_restarted is not None:
+            self.on_restarted(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
     def wait_for_newcomers(self, workers: Sequence[int]) -> None:
-        """Wait until those of these that were started again know what the others know."""
+        """Wait until those of `workers` that are being restarted are up to date."""
         while any(self.workers[w].joining is not None for w in workers):
             self.listen()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> dict[int, Any]:
-        """Wait for what each says to this call, and return it by the number of the worker."""
+        """Wait for the answer of each worker to this call, and return the answers by worker number."""
         for worker in workers:
             worker.expect_answer(call, grace)
         while not all(worker.inbox or worker.dropped for worker in workers):
             self.listen()
         return {worker.index: worker.inbox.popleft() for worker in workers if not worker.dropped}
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]], heard: Heard | None = None) -> dict[int, Any]:
-        """Ask workers (by number) something, all at once; they answer between two rollouts.
+    def call(
+        self, name: str, arguments: Mapping[int, Sequence[Any]], on_answer: OnAnswer | None = None
+    ) -> dict[int, Any]:
+        """Call workers (by number) all at once; they answer between two rollouts.
 
-        Returns the answer of each. Those that were dropped, or are while they are asked, give none. `heard` is told of
-        each when it comes: a worker may fail, and another be told what it knows, before all have answered.
+        Return their answers by number. Workers that are dropped, before or meanwhile, give none. `on_answer` is called
+        with each answer as it arrives: a worker may fail, and its replacement depend on it, before all have answered.
         """
         with self.listen_lock, self.interrupts.held():
             self.calls += 1
-            self._heard = heard
+            self._on_answer = on_answer
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
-                worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))
+                worker.call(dumps((self.calls, name, tuple(arguments[worker.index])), name))
             answers = {index: answer.value for index, answer in self.answers(workers, self.calls).items()}
             names = {worker.index: worker.name for worker in workers}
         for index, answer in answers.items():
@@ -380,8 +377,8 @@ class Supervisor:
                 raise answer.unpack().at(worker=names[index])
         return answers
 
-    def tell(self, name: str, *, wait: bool = True) -> None:
-        """Call all workers, and want no answers. `wait`: for another thread that talks to them."""
+    def notify_all(self, name: str, *, wait: bool = True) -> None:
+        """Call all workers without waiting for answers. `wait`: wait for a listening thread; else skip the call."""
         with self.interrupts.held():
             if self.listen_lock.acquire(blocking=wait):
                 try:
@@ -392,29 +389,29 @@ class Supervisor:
                     self.listen_lock.release()
 
     def send_call(self, worker: WorkerHandle, name: str, *arguments: Any) -> None:
-        """Send one worker a call, and do not wait for the answer."""
+        """Send one worker a call without waiting for the answer."""
         self.calls += 1
         worker.live_connection.call(dumps((self.calls, name, arguments), name))
 
     def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
-        """These numbers, which are those of workers; else it raises."""
+        """Return these numbers, or raise `UsageError` if one of them is no worker's."""
         if unknown := [w for w in workers if not 0 <= w < len(self.workers)]:
             raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
         return workers
 
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
-        """Return the same arguments for all workers."""
+        """Return a dict with the same arguments for each worker that was not dropped."""
         return {worker.index: arguments for worker in self.living}
 
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
     def set_random_frames(self, frames: int) -> None:
-        """So many frames of the run have random actions."""
+        """Collect the first `frames` frames of the run with random actions."""
         self._random_frames = frames
         self.transport.set_random_frames(frames)
 
     def fill(self, worker: WorkerHandle, slot: int) -> None:
-        """Give a worker a slot to fill. One that was dropped gets none: its last rollouts may be taken after that."""
+        """Give a worker a slot to fill. A dropped worker gets none: its last rollouts may still be taken later."""
         if worker.dropped:
             return
         self.share_statistics(worker)
@@ -422,31 +419,31 @@ class Supervisor:
         worker.fill(slot, random=before < self._random_frames)
 
     def share_statistics(self, worker: WorkerHandle) -> None:
-        """Tell a worker what the envs of others have learned since it was told last. Nobody waits for its answer."""
+        """Send a worker the running statistics of the other envs, if they are new to it. Wait for no answer."""
         pool = self.statistics
-        if pool.version > worker.statistics_heard and worker.joining is None:
-            worker.statistics_heard = pool.version
+        if pool.version > worker.statistics_sent and worker.joining is None:
+            worker.statistics_sent = pool.version
             self.send_call(worker, "hear_statistics", pool.for_worker(worker.index))
 
-    def count_wanted(self, anew: Sequence[int]) -> None:
-        """Count ordered frames again: those of workers that begin `anew` which nobody has taken are not wanted."""
+    def recount_ordered(self, restarting: Sequence[int]) -> None:
+        """Recount the ordered frames, without the frames not yet taken of workers in `restarting`."""
         self._frames_ordered = 0
         for worker in self.workers:
-            without = -self.waiting(worker)[0] if worker.index in anew else len(worker.pending_slots) * worker.size
-            self._frames_ordered += worker.frames + without
+            extra = -self.waiting(worker)[0] if worker.index in restarting else len(worker.pending_slots) * worker.size
+            self._frames_ordered += worker.frames + extra
 
     def waiting(self, worker: WorkerHandle) -> tuple[int, int]:
-        """Frames and rollouts of a worker that nobody has taken yet."""
+        """Return the number of frames and rollouts of a worker that were not taken yet."""
         found = [ready.frames for other, ready in self.arrived if other is worker]
         return sum(found), len(found)
 
     def drain(self, within: float | None = None) -> None:
-        """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
-        began, left, heard = time.monotonic(), within, False
+        """Wait up to `within` seconds until workers have finished their slots; the rollouts stay in `arrived`."""
+        began, left, listened = time.monotonic(), within, False
         with self.listen_lock, self.interrupts.held():
             while any(worker.pending_slots for worker in self.living):
-                if left == 0 and heard:
+                if left == 0 and listened:
                     raise NotReady(f"workers are still busy after {within:g} s")
                 self.listen(within=left)
-                heard = True
+                listened = True
                 left = None if within is None else max(began + within - time.monotonic(), 0)

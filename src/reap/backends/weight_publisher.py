@@ -1,10 +1,10 @@
-"""WeightPublisher: new weights for workers, all at once or each its own, by version number.
+"""WeightPublisher: sends new weights to workers, the same to all or to each its own, by version number.
 
     publish ─┬─ the same for all ──► the transport's channel ──► workers refresh between two rollouts
-             └─ for some ──────────► a call of each ──► answered when it acts with them
+             └─ for some ──────────► a call to each ──► answered when it has loaded them
 
-What a worker that is started later has to know is kept: the weights it was given by itself, and those of a state that
-was loaded.
+It keeps the weights that a worker started later needs and does not find in the channel: those sent to that worker
+alone, and those of a loaded state.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from reap.weights.shared import Packing
 from reap.weights.strategy import Extracted
 
 
-class _Given(NamedTuple):
-    """Weights that a worker was given by itself."""
+class _Update(NamedTuple):
+    """Weights that were sent to one worker alone."""
 
     data: bytes
     version: int
-    names: frozenset[str]  # of what is in it
+    names: frozenset[str]  # of the tensors in `data`
 
 
 class WeightPublisher:
-    """Publishes the weights of `source`, or those it is given. `in_step`: never while a batch is filled."""
+    """Publishes the weights of `source`, or given ones. `in_step`: never while a batch is being collected."""
 
     def __init__(self, supervisor: Supervisor, *, scheme: WeightTransport | None, source: Any, in_step: bool) -> None:
         known = supervisor.transport.weight_schemes
@@ -44,16 +44,16 @@ class WeightPublisher:
             )
         self._supervisor, self._scheme, self._source, self._in_step = supervisor, scheme, source, in_step
         self.version = 0
-        self.packing: Packing | None = None  # what weights for all hold, once that is chosen
-        self._channel: WeightChannel | None = None  # None: each worker is sent its own
-        self._lock = threading.Lock()  # inside `listen_lock`, if both are held
-        # By worker, what it alone was sent since weights last went to all; an older one stays while it names a tensor
-        # that no newer one does.
-        self._own: dict[int, tuple[_Given, ...]] = {}
-        self._loaded: tuple[_Given, ...] = ()  # of a state that was loaded since, for workers without any of their own
+        self.packing: Packing | None = None  # of the weights for all, once it is chosen
+        self._channel: WeightChannel | None = None  # None: each worker is sent its own weights
+        self._lock = threading.Lock()  # taken after `listen_lock`, if both are held
+        # By worker: the updates sent to it alone since weights last went to all. An older update is kept while it has a
+        # tensor that no newer one has.
+        self._own: dict[int, tuple[_Update, ...]] = {}
+        self._loaded: tuple[_Update, ...] = ()  # of a state loaded since then, for workers not in `_own`
 
     def choose_packing(self) -> Packing | None:
-        """What weights for all would hold; None where workers' policies differ, or each is to be sent its own."""
+        """Choose and return the packing of weights for all; None if policies differ, or each worker is sent its own."""
         infos = [worker.info for worker in self._supervisor.workers]
         packings = {info.packing for info in infos}
         packing = packings.pop() if len(packings) == 1 else None
@@ -65,18 +65,18 @@ class WeightPublisher:
         return self.packing
 
     def open(self) -> None:
-        """All workers have begun, and expect weights of the packing that was chosen."""
+        """Open the channel for the chosen packing, once all workers have begun."""
         if self.packing is not None:
             needed = self._supervisor.workers[0].info.needed
             self._channel = self._supervisor.transport.weight_channel(self.packing, needed)
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
-        """New weights for all workers, or for some; returns their version."""
+        """Send new weights to all workers, or to some; return their version."""
         if self._scheme == "none":
             return self.version
         supervisor = self._supervisor
         if supervisor.on_failure.action != "raise":
-            supervisor.poll_failures()  # who has failed meanwhile is left out, or there will be another in its place
+            supervisor.poll_failures()  # drops or replaces workers that have failed meanwhile
         given = self._source if weights is None else weights
         per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
@@ -88,12 +88,12 @@ class WeightPublisher:
         own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
         self._check_workers(chosen, given, own=own)
         channel = None if per_worker or worker_ids is not None or own else self._channel
-        # A synchronous batch has one version: nobody publishes while it is filled. Nor while a worker that joins may be
-        # on its way to weights of its own, which would be older than these.
+        # Nothing is published while a synchronous batch is being collected, because it has one version; nor while a
+        # worker may be joining that still loads weights of its own, because those would be older than these.
         at_once = channel is not None and not (self._in_step or self._own or self._loaded)
         with contextlib.nullcontext() if at_once else supervisor.listen_lock, self._lock, supervisor.interrupts.held():
             if self._in_step:
-                supervisor.drain()  # a batch that Ctrl-C left half made is finished with the weights it was begun with
+                supervisor.drain()  # a batch that Ctrl-C interrupted is finished with the weights it began with
             version = self.version + 1
             if channel is not None:
                 fits = fitting(given, channel.packing.shapes, supervisor.workers[0].info.needed)
@@ -107,7 +107,7 @@ class WeightPublisher:
         return version
 
     def _check_workers(self, chosen: Sequence[int], given: Any, *, own: bool) -> None:
-        """Raise if these workers cannot be given weights; `own`: what a user's own strategy has made of them."""
+        """Raise if these workers cannot be sent weights; `own`: a user's own strategy has extracted them."""
         supervisor = self._supervisor
         for worker in [supervisor.workers[w] for w in supervisor.check_numbers(chosen)]:
             if not own and not worker.info.has_weights:
@@ -115,36 +115,36 @@ class WeightPublisher:
         if given is None:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
         for worker in supervisor.workers if supervisor.on_failure.action == "raise" else ():
-            if worker.child.gone():  # an update for a dead worker would be lost in silence
-                supervisor.poll_failures()  # raises what the worker itself has said, if nobody has read that yet
-                raise supervisor.death(worker)
+            if worker.child.gone():  # an update for a dead worker would be lost silently
+                supervisor.poll_failures()  # raises the worker's own error message, if it is still unread
+                raise supervisor.at(worker, worker.child.death())
 
     def begin_with(self, weights: Mapping[int, Any]) -> None:
-        """Give workers (by number) weights before anybody acts; they are of the first version."""
+        """Send workers (by number) their weights before any of them acts. These have the first version."""
         self._send(weights, self.version)
 
     def _send(self, weights: Mapping[int, Any], version: int) -> None:
-        packed: dict[int, _Given] = {}
+        packed: dict[int, _Update] = {}
         for w, given in weights.items():
             info = self._supervisor.workers[w].info
             sent: Any = given
             if not isinstance(given, Extracted):
                 if info.packing is not None:
                     fitting(given, info.packing.shapes, info.needed)
-                sent = as_named(given)  # a module may hold what cannot travel
+                sent = as_named(given)  # a module may hold what cannot be pickled
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
-        with supervisor.listen_lock, supervisor.interrupts.held(), self._kept(packed):
-            supervisor.wait_for_newcomers(list(packed))  # they may be reading weights of their own, where these will be
+        with supervisor.listen_lock, supervisor.interrupts.held(), self._remembering(packed):
+            supervisor.wait_for_newcomers(list(packed))  # they may still read the memory that these are written to
             calls = {w: (transport.pass_weights(workers[w], one.data), version) for w, one in packed.items()}
             supervisor.call("load_weights", calls)
 
     @contextlib.contextmanager
-    def _kept(self, packed: Mapping[int, _Given]) -> Iterator[None]:
-        """Workers are given these inside; whoever takes their place meanwhile is given them too. Not if one refuses."""
+    def _remembering(self, packed: Mapping[int, _Update]) -> Iterator[None]:
+        """Keep these weights for replacements while workers are sent them inside; forget them if a worker refuses."""
         before = self._own
-        if self._workers_come_later:
-            added = {w: (*_rest(before.get(w, self._loaded), one.names), one) for w, one in packed.items()}
+        if self._has_later_workers:
+            added = {w: (*_still_needed(before.get(w, self._loaded), one.names), one) for w, one in packed.items()}
             self._own = {**before, **added}
         try:
             yield
@@ -154,38 +154,38 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def loading(self, states: Mapping[int, Mapping[str, Any]], version: int) -> Iterator[None]:
-        """Workers load these states inside, weights among them."""
+        """Keep the weights in these states for replacements, while workers load the states inside."""
         held = {w: state["policy_state_dict"] for w, state in states.items() if state.get("policy_state_dict")}
-        kept = {w: _packed(weights, version) for w, weights in held.items()} if self._workers_come_later else {}
-        with self._kept(kept):
+        kept = {w: _packed(weights, version) for w, weights in held.items()} if self._has_later_workers else {}
+        with self._remembering(kept):
             yield
             self._loaded = self._own.get(0, ())
 
-    def known(self, worker: int) -> dict[str, Any] | None:
-        """Return the weights this worker would be given now; None: nobody here knows them."""
+    def current(self, worker: int) -> dict[str, Any] | None:
+        """Return the weights this worker would be sent now; None if this process does not have them."""
         given = self._source.get(worker) if by_worker(self._source) else self._source
         return None if given is None or isinstance(given, Extracted) else detached(given)
 
-    def check(self, worker: WorkerHandle) -> None:
-        """Refuse a worker that was started later, and whose policy has other weights than those of the others."""
+    def check_packing(self, worker: WorkerHandle) -> None:
+        """Raise if a worker that was started later has a policy with other weights than the others."""
         if self._channel is not None and worker.info.packing != self._channel.packing:
             raise SpecMismatch(f"worker {worker.index}: its policy's weights are not those of the others")
 
     @property
-    def _workers_come_later(self) -> bool:
+    def _has_later_workers(self) -> bool:
         return self._supervisor.transport.can_add_workers or self._supervisor.on_failure.action == "restart"
 
     def weights_for_newcomer(self, worker: WorkerHandle) -> Iterator[tuple[Any, int]]:
-        """Return what a worker that comes later is told of weights that were given to it alone, or loaded for all."""
+        """Yield a later worker's `load_weights` arguments: for weights sent to it alone, or those of a loaded state."""
         for one in self._own.get(worker.index, self._loaded):
             yield self._supervisor.transport.pass_weights(worker, one.data), one.version
 
 
-def _packed(weights: Any, version: int) -> _Given:
+def _packed(weights: Any, version: int) -> _Update:
     names = frozenset[str]() if isinstance(weights, Extracted) else frozenset(map(str, weights))
-    return _Given(dumps(weights, "weights"), version, names)
+    return _Update(dumps(weights, "weights"), version, names)
 
 
-def _rest(given: Sequence[_Given], names: frozenset[str]) -> Iterator[_Given]:
-    """Of these, those that hold something else too. (What a user's strategy has made has no names, and is whole.)"""
+def _still_needed(given: Sequence[_Update], names: frozenset[str]) -> Iterator[_Update]:
+    """Return those updates that have tensors besides `names`. (`Extracted` has no names: the next one replaces it.)"""
     return (one for one in given if one.names - names)

@@ -1,6 +1,6 @@
-"""What workers elsewhere are doing right now, as far as that can be seen from here.
+"""What workers in other processes are doing right now, as far as the parent can see.
 
-No worker is asked, so that it works for one that is stuck, and from any thread.
+No worker is called, so this works from any thread and also for a worker that is stuck.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from reap.backends.worker_handle import WorkerHandle
 
 
 def activity_of(workers: Sequence[WorkerHandle], transport: Transport) -> list[WorkerActivity]:
-    """Return what each worker is doing; of one on another machine without the number of its process."""
+    """Return what each worker is doing. The pid of a worker on another machine is left out."""
     found = []
     for worker in workers:
         if worker.connection is not None and hasattr(worker, "info"):
-            near = getattr(worker.child, "ask_stacks", dict) is not dict  # a process of this machine
-            pid = worker.child.pid if near else None
-            found.append(WorkerActivity(worker.index, _doing(worker, transport), pid, worker.info.lanes))
+            local = getattr(worker.child, "ask_stacks", dict) is not dict  # it is a process of this machine
+            pid = worker.child.pid if local else None
+            found.append(WorkerActivity(worker.index, _activity(worker, transport), pid, worker.info.lanes))
     return found
 
 
-def _doing(worker: WorkerHandle, transport: Transport) -> str:
+def _activity(worker: WorkerHandle, transport: Transport) -> str:
     if worker.dropped or worker.joining is not None:
         return "has failed, and was dropped" if worker.dropped else "is being started again"
     place = transport.position(worker)
@@ -38,7 +38,7 @@ def _doing(worker: WorkerHandle, transport: Transport) -> str:
 
 
 def stacks_of(workers: Sequence[WorkerHandle]) -> dict[str, str]:
-    """Return where each worker, and each process of its lanes, is right now, by name."""
+    """Return the current stack of each worker, and of each process of its lanes, by name."""
     asked: dict[str, Callable[[], Any]] = {}
     for worker in workers:
         if worker.connection is not None and not worker.child.gone():

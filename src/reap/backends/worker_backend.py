@@ -1,8 +1,8 @@
-"""WorkerBackend: workers elsewhere: a supervisor, the transport it reaches them by, and a delivery of their rollouts.
+"""WorkerBackend: runs any number of workers, with a supervisor, a transport and a delivery.
 
     take ──► delivery ──► supervisor ──► transport ──► workers          publish ──► transport ──► workers
 
-Everything a collector asks of its workers is here, and nothing of how it gets there.
+It has every operation a collector needs of its workers. The transport decides how these operations reach a worker.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
 from reap.backends.base import Backend, Delivery, Rollout, Transport, WorkerActivity, WorkerReport
-from reap.backends.delivery import ALL, IntoBuffer
-from reap.backends.supervisor import Heard, Supervisor
+from reap.backends.delivery import NO_LIMIT, IntoBuffer
+from reap.backends.supervisor import OnAnswer, Supervisor
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_activity import activity_of, stacks_of
 from reap.backends.worker_handle import WorkerHandle
-from reap.backends.worker_server import Hooks, Job, changed
+from reap.backends.worker_server import Hooks, Job, changed_hooks
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import as_moments, as_tensors, merged
 from reap.core.measuring.times import WorkClock
@@ -33,20 +33,20 @@ from reap.failures import FailurePolicy
 from reap.seeding import chain, fresh_seed, restart_seed
 from reap.weight_update import WeightTransport
 
-_FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
+_FRESH_IDS = 2**32  # most trajectories of one worker before it is replaced
 
 
 class WorkerBackend(Backend):
-    """Workers elsewhere, one plan each.
+    """Runs one worker per plan, wherever the transport launches them.
 
     Args:
         plans: what each worker is built from.
         transport: how workers are reached.
         delivery: which rollouts make a batch.
-        source: where weights come from, unless somebody gives them.
-        scheme: the way weights take; None: the transport's own.
-        timeout: seconds a worker that has work may say nothing.
-        on_failure: what is done about workers that fail.
+        source: the weights to publish when `publish` is called without any.
+        scheme: how weights are sent; None: the transport's default.
+        timeout: seconds a worker that has work may send nothing.
+        on_failure: what to do about workers that fail.
         **job_fields: further fields of every worker's `Job`.
     """
 
@@ -74,60 +74,60 @@ class WorkerBackend(Backend):
             raise UsageError(f"on_failure='restart': {why}")
         self.supervisor = Supervisor(transport, timeout=timeout, on_failure=on_failure, joining=self._joining)
         self._weights = WeightPublisher(self.supervisor, scheme=scheme, source=source, in_step=delivery.in_step)
-        self._count = len(self._plans)  # of workers, as each is told: trajectory ids are unique among so many
-        self._id_block = 0  # in which trajectory ids are: blocks before it may have been given whole
-        self._seeds: dict[int, tuple[int, bool]] = {}  # of each worker, where somebody has given one
+        self._count = len(self._plans)  # as each worker knows it: trajectory ids are unique among so many workers
+        self._id_block = 0  # the block of new trajectory ids; earlier blocks may be used up
+        self._seeds: dict[int, tuple[int, bool]] = {}  # the seed each worker was last given, if any
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all workers at once, learn from them what a slot looks like, and tell them where memory is."""
+        """Start all workers at once, receive the layout of their rollouts, and tell them where their memory is."""
         supervisor = self.supervisor
         with supervisor.interrupts.held(), enough_room("the workers"):
             supervisor.start(self._jobs(self._plans, 0))
-            del self._plans[:]  # and with them our duplicates of the descriptors in them
+            del self._plans[:]  # this also closes our duplicates of the file descriptors in them
             self.delivery.prepare(supervisor)
             packing = self._weights.choose_packing()
             beginnings = {worker.index: self.transport.begin_arguments(worker, packing) for worker in self.workers}
-            supervisor.call("begin", beginnings, _has_begun)
+            supervisor.call("begin", beginnings, _mark_begun)
             self._weights.open()
 
     def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
         return [Job(first + i, self._count, plan, fresh_seed(), **self._job_fields) for i, plan in enumerate(plans)]
 
     def add(self, plans: Sequence[Any]) -> None:
-        """More workers, from here on. They have the latest weights."""
+        """Start more workers. They begin with the latest weights."""
         supervisor = self.supervisor
         with supervisor.listen_lock, supervisor.interrupts.held():
             if self.delivery.unfinished:
                 raise WrongState("a batch is half made: take it before more workers come")
             new = supervisor.start(self._jobs(plans, len(self.workers)))
             for worker in new:
-                self._weights.check(worker)
+                self._weights.check_packing(worker)
             self.delivery.prepare(supervisor)
             for worker in new:
                 for name, arguments in self._joining(worker):
-                    supervisor.call(name, {worker.index: arguments}, _has_begun if name == "begin" else None)
+                    supervisor.call(name, {worker.index: arguments}, _mark_begun if name == "begin" else None)
 
     def _joining(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
-        """The calls by which a worker that comes later learns where memory is, and begins with the latest weights, new
-        episodes, and ids nobody has seen.
+        """Yield the calls that bring a worker that starts later up to date: location of its memory, latest weights, new
+        episodes, and trajectory ids that were never used.
         """
         self._id_block += 1
         yield "begin", self.transport.begin_arguments(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        goes_on, state_after = worker.can_resume, worker.state_after
-        state = {"resume": state_after} if goes_on else {}
-        if not goes_on:
+        resumes, state_after = worker.can_resume, worker.state_after
+        state = {"resume": state_after} if resumes else {}
+        if not resumes:
             worker.keep_counts()
         yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
-        if worker.index in self._seeds and not goes_on:
+        if worker.index in self._seeds and not resumes:
             seed, static = self._seeds[worker.index]
-            again = self._job_fields.get("saves") and state_after is None  # it has made nothing: this is its beginning
+            again = self._job_fields.get("saves") and state_after is None  # it has collected nothing yet
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
         for own in self._weights.weights_for_newcomer(worker):
             yield "load_weights", own
-        if worker.rollouts and not goes_on:
+        if worker.rollouts and not resumes:
             yield "mark_cut", ()
 
     def close(self, *, failed: bool = False) -> None:
@@ -135,12 +135,12 @@ class WorkerBackend(Backend):
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """The workers; none once it is closed."""
+        """The workers; empty after `close`."""
         return self.supervisor.workers
 
     @property
     def known_workers(self) -> list[WorkerHandle]:
-        """The workers; once it is closed, who they were."""
+        """The workers; after `close`, the workers it had."""
         return self.supervisor.workers or self.supervisor.former
 
     @property
@@ -167,35 +167,38 @@ class WorkerBackend(Backend):
         return self.supervisor.on_rollout
 
     @on_rollout.setter
-    def on_rollout(self, tell: Callable[..., None] | None) -> None:
-        self.supervisor.on_rollout = tell
+    def on_rollout(self, callback: Callable[..., None] | None) -> None:
+        self.supervisor.on_rollout = callback
 
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
-    def take(self, *, random: bool = False, most: float = ALL) -> Rollout:
-        """Return the next rollout: of all workers (in step), or of whoever is first.
+    def take(self, *, random: bool = False, most: float = NO_LIMIT) -> Rollout:
+        """Return the next rollout: of all workers (in step), or of the first worker that is ready.
 
-        `most`: how many frames may still be asked for, where they are written to a buffer as they are made.
+        `most`: how many frames may still be ordered, where workers write them to a buffer as they collect them.
         """
         supervisor = self.supervisor
         with supervisor.listen_lock, supervisor.interrupts.held():
             return self.delivery.take(random=random, most=most)
 
     def lost(self) -> None:
-        """Nothing: whoever takes a rollout holds Ctrl-C meanwhile."""
+        """Do nothing: `take` holds Ctrl-C back, so that it loses no rollout."""
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         return self.supervisor.interrupts.held()
 
     def breaker(self) -> Callable[[], None]:
-        return self.supervisor.break_off
+        return self.supervisor.halt
 
     def drain(self, within: float | None = None) -> None:
-        """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
+        """Wait up to `within` seconds until workers have finished their slots; the rollouts are kept for `take`."""
         self.supervisor.drain(within)
 
     def settle(self, within: float | None = None) -> tuple[int, int]:
-        """Wait for what workers were asked for; frames and rollouts nobody has taken, which are in the buffer."""
+        """Wait until workers have finished their slots; return and discard the counts of rollouts that were not taken.
+
+        These rollouts, counted as frames and rollouts, are in the buffer already.
+        """
         supervisor = self.supervisor
         with supervisor.listen_lock, supervisor.interrupts.held():
             supervisor.drain(within)
@@ -210,31 +213,31 @@ class WorkerBackend(Backend):
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
-        """Ask workers (by number) something, all at once; they answer between two rollouts, each by its number."""
+        """Call workers (by number) all at once. They answer between two rollouts; return their answers by number."""
         return self.supervisor.call(name, arguments)
 
     def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> dict[int, Any]:
-        """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
+        """Return what is at `path` in each worker, or what it returns when called with that worker's own arguments."""
         living = [worker.index for worker in self.supervisor.living]
         packed = {w: None if calls is None else dumps(calls[w], "arguments") for w in living}
         try:
             return self.call("find", {w: (path, one) for w, one in packed.items()})
         except ReapError as error:
             if calls is None and isinstance(error.__cause__, AttributeError):
-                raise error.__cause__ from error  # a wrong name, as it would be here
+                raise error.__cause__ from error  # a wrong name raises as it would in this process
             raise
 
     def apply(self, path: str, strategy: Any, weights: Any) -> None:
-        """Give the model at `path` in each worker what a user's own strategy has made of its weights."""
+        """Apply `weights`, extracted by a user's own strategy, to the model at `path` in each worker."""
         self.call("apply", self.supervisor.everyone(path, dumps((strategy, weights), "weights")))
 
     def profile(self, settings: Mapping[int, Any]) -> None:
         self.call("profile", {worker: (one,) for worker, one in settings.items()})
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
-        """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`; also for those to come."""
+        """Set hooks of all workers, also of later ones, by name: `pre_collect_hook`, `post_collect_hook`."""
         self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
-        hooks: Hooks = changed(self._job_fields.get("hooks"), new)
+        hooks: Hooks = changed_hooks(self._job_fields.get("hooks"), new)
         self._job_fields["hooks"] = hooks
         self.supervisor.change_jobs(hooks=hooks)
 
@@ -250,15 +253,15 @@ class WorkerBackend(Backend):
         self._weights.version = version
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
-        """New weights for all workers, or for some; returns their version."""
+        """Send new weights to all workers, or to some; return their version."""
         return self._weights.publish(weights, worker_ids)
 
     def begin_with(self, weights: Mapping[int, Any]) -> None:
-        """Give workers (by number) weights before anybody acts; they are of the first version."""
+        """Send workers (by number) their weights before any of them acts. These have the first version."""
         self._weights.begin_with(weights)
 
     def weights_of(self, worker: int) -> Any:
-        """Return what a worker's policy holds now."""
+        """Return the weights that a worker's policy holds now."""
         workers = self.supervisor.check_numbers([worker])
         answers = self.call("weights", dict.fromkeys(workers, ()))
         if not answers:
@@ -269,46 +272,46 @@ class WorkerBackend(Backend):
     # ---- seeds and state ------------------------------------------------------------------------------------------
 
     def reset(self, lanes: Sequence[int] | None = None, *, workers: Sequence[int] | None = None) -> None:
-        """Begin new episodes in all workers, or in some."""
+        """Start new episodes in all workers, or in some."""
         if lanes is not None:
             raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
-        self._begin_anew(
-            "reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()), _began_anew
+        self._start_new_episodes(
+            "reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()), _keep_state
         )
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        """Each worker's lanes take the links of the chain that follow the last worker's."""
+        """Seed all lanes from one chain of seeds: each worker's lanes continue it where the last worker's end."""
         calls: dict[int, Sequence[Any]] = {}
         for worker in self.workers:
             calls[worker.index] = self._seeds[worker.index] = (seed, static)
             _, seed = chain(seed, worker.info.lanes, static=static)
-        self._begin_anew("set_seed", calls, _seeded)
+        self._start_new_episodes("set_seed", calls, _keep_seeded_state)
         return seed
 
-    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]], heard: Heard) -> None:
-        """A call that ends all episodes. What was made before it is not delivered any more."""
+    def _start_new_episodes(self, name: str, calls: Mapping[int, Sequence[Any]], on_answer: OnAnswer) -> None:
+        """Make a call that ends all episodes, and discard the undelivered rollouts that were collected before it."""
         supervisor = self.supervisor
         with supervisor.listen_lock, supervisor.interrupts.held():
-            self.delivery.forget_unfinished()
-            supervisor.count_wanted(anew=list(calls))
+            self.delivery.discard_unfinished()
+            supervisor.recount_ordered(restarting=list(calls))
             taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
             number = supervisor.calls + 1
-            supervisor.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()}, heard)
-            self.delivery.begin_anew(list(calls), number)
+            supervisor.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()}, on_answer)
+            self.delivery.discard_before(list(calls), number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Env states, trajectory ids, counts and weights of all workers."""
+        """Return env states, trajectory ids, counts and weights of all workers."""
         each, lost = {}, np.zeros(2, np.int64)
         for w, state in self.call("state", self.supervisor.everyone()).items():
             worker = self.workers[w]
-            # What nobody has taken will not be there for whoever goes on from this state.
+            # Rollouts that were not taken will be missing in a run that continues from this state.
             taken = self._taken(worker)
             each[f"worker{w}"] = {**worker.with_counts(state), "frames": taken[0], "iter": taken[1] - 1}
             lost += np.subtract(worker.made_at_answer, taken)
         return self._joined(max(state.pop("traj_id") for state in each.values()), each, lost)
 
     def _taken(self, worker: WorkerHandle) -> tuple[int, int]:
-        """Frames and rollouts of a worker that somebody has taken."""
+        """Return the number of frames and rollouts of a worker that were taken."""
         frames, rollouts = self.supervisor.waiting(worker)
         return worker.frames - frames, worker.rollouts - rollouts
 
@@ -319,7 +322,7 @@ class WorkerBackend(Backend):
             frames, rollouts = self._taken(worker)
             lanes = worker.info.lanes
             counts = Stats.counted(lanes, worker.stats, frames=frames, rollouts=rollouts).state()
-            weights = self._weights.known(worker.index) if worker.info.has_weights else None
+            weights = self._weights.current(worker.index) if worker.info.has_weights else None
             each[f"worker{worker.index}"] = {
                 "env_state_dict": {},
                 "frames": frames,
@@ -331,8 +334,8 @@ class WorkerBackend(Backend):
         return self._joined(first, each, lost)
 
     def _joined(self, first: int, each: Mapping[str, Any], lost: Any) -> dict[str, Any]:
-        """Return the state of all. `lost`: frames and rollouts that were made and that nobody has taken, or will."""
-        frames, rollouts = (0, 0) if isinstance(self.delivery, IntoBuffer) else lost.tolist()  # in the buffer already
+        """Join workers' states into one. `lost`: frames and rollouts that were collected but not taken."""
+        frames, rollouts = (0, 0) if isinstance(self.delivery, IntoBuffer) else lost.tolist()  # already in the buffer
         in_flight = {"frames": frames, "rollouts": rollouts}
         learned = self.supervisor.statistics.former()
         shared: dict[str, Any] = {"statistics": learned} if learned else {}
@@ -340,7 +343,7 @@ class WorkerBackend(Backend):
         return {"traj_pool": {"traj_id": torch.tensor(first)}, **each, **shared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The counterpart. A worker the state knows nothing of begins like the first one, in a new env."""
+        """Load what `state_dict` returned. A worker missing in the state starts like worker 0, with a fresh env."""
         supervisor = self.supervisor
         if "episodes" in state:
             self.episodes.load(state["episodes"])
@@ -353,21 +356,21 @@ class WorkerBackend(Backend):
             own = {w: _with_ids_from(first, one) for w, one in own.items()}
 
         def loaded(worker: WorkerHandle, state_after: Any) -> None:
-            _began_anew(worker, state_after)
+            _keep_state(worker, state_after)
             worker.load_counts(own[worker.index])
 
         with supervisor.listen_lock, supervisor.interrupts.held():
-            self.delivery.forget_unfinished()
+            self.delivery.discard_unfinished()
             for w, worker in enumerate(self.workers):
                 frames, rollouts = supervisor.waiting(worker)
                 worker.frames = int(own[w].get("frames", 0)) + frames
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             with self._weights.loading(own, self.version):
-                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own}, loaded)
+                self._start_new_episodes("load_state", {w: (own[w], first, self.version) for w in own}, loaded)
             self._load_statistics(state)
 
     def _load_statistics(self, state: Mapping[str, Any]) -> None:
-        """What workers' envs had learned is known to all; also what those had that are not here any more."""
+        """Give all workers the running statistics of the saved envs, also those of workers that no longer exist."""
         if not any(worker.info.learns for worker in self.workers):
             return
         reports = self.call("statistics", self.supervisor.everyone())
@@ -387,23 +390,23 @@ def _shape(parts: Sequence[Any]) -> tuple[int, ...]:
     return next((tuple(one[1].shape) for one in parts if one is not None), ())
 
 
-def _has_begun(worker: WorkerHandle, _: Any) -> None:
-    """It knows its memory: so must whoever takes its place, from this very moment on."""
+def _mark_begun(worker: WorkerHandle, _: Any) -> None:
+    """Note that a worker has mapped its memory. From this moment on a replacement must receive `begin` too."""
     worker.begun = True
 
 
-def _began_anew(worker: WorkerHandle, state_after: Any) -> None:
-    """It has ended its episodes: whoever takes its place goes on from there, if it says where that is."""
+def _keep_state(worker: WorkerHandle, state_after: Any) -> None:
+    """Note the state in which a worker started new episodes: a replacement resumes from it, if one was reported."""
     worker.state_after = state_after
 
 
-def _seeded(worker: WorkerHandle, state_after: Any) -> None:
-    """The same; one that cannot say where it is, is where its seed begins."""
-    goes_on = state_after is not None and state_after.get("why") is None
-    worker.state_after = state_after if goes_on else None
+def _keep_seeded_state(worker: WorkerHandle, state_after: Any) -> None:
+    """Note the state of a worker that was seeded. Without a resumable state, a replacement starts from the seed."""
+    resumes = state_after is not None and state_after.get("why") is None
+    worker.state_after = state_after if resumes else None
 
 
 def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A worker's state, for one among more or fewer workers: ids that are its own there were another's before."""
+    """Return a worker's state with new trajectory ids, because with another number of workers its ids would clash."""
     resume = state.get("resume")
     return state if resume is None else {**state, "resume": {**resume, "next_id": max(first, resume["next_id"])}}

@@ -1,4 +1,4 @@
-"""WorkerHandle: one worker as the parent sees it: what it was given, what it has made, and how it is reached."""
+"""WorkerHandle: one worker as the parent sees it: its job, its pending work, its counts and its connection."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from reap.core.stats import Stats, added, counted_on
 
 
 class WorkerHandle:
-    """One worker as the parent sees it. It stays the same when its worker is started again."""
+    """One worker as the parent sees it. The handle is kept when the worker is restarted."""
 
-    info: WorkerInfo  # once it has said so
-    connection: WorkerConnection | None = None  # once it is launched
+    info: WorkerInfo  # set when the worker has reported it
+    connection: WorkerConnection | None = None  # None until it is launched
 
     def __init__(self, job: Job) -> None:
         self.index = job.index
-        self.job: Job | None = job  # what it is started from, where it may have to be started again
-        self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number; empty: in lanes of one slot for all
-        self.lent: set[int] = set()  # of these, those the consumer looks at
-        self.inbox: deque[Any] = deque()  # answers to the call it was asked last
-        self.busy_since = 0.0  # when it last sent something, or was given work while it had none
-        self.pending_slots: dict[int, bool] = {}  # slots it may fill, and whether with random actions
-        self.pending_call: int | None = None  # the call it has not answered yet
-        self._pending_question = b""  # that call
-        self.stats: Mapping[str, Any] = Stats(0).summary()  # nothing so far
-        self._earlier: Mapping[str, Any] = self.stats  # counts of the workers that were in its place before it
-        self.clock_behind = float("inf")  # seconds that its clock is behind ours, as far as it is known
-        self.statistics_heard = 0  # the version of those that it was told
-        self.frames = self.rollouts = 0  # made so far
-        self.made_at_answer = 0, 0  # the frames and rollouts it had made when it answered the last call
-        self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
-        self.begun = False  # whether it knows its memory, and can be asked for rollouts
-        self.joining: Generator[None, Any, None] | None = None  # it was started again: what it is told first
-        self.failed_at = 0.0  # when the one whose place it takes was found to have failed
+        self.job: Job | None = job  # what it is started from; kept only if it may be restarted
+        self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number; empty if it fills lanes of a common slot
+        self.lent: set[int] = set()  # numbers of those slots whose tensors the consumer still holds
+        self.inbox: deque[Any] = deque()  # the answer to its last call, once it has arrived
+        self.busy_since = 0.0  # when it last sent something, or received work while idle
+        self.pending_slots: dict[int, bool] = {}  # slots it has been told to fill, and whether with random actions
+        self.pending_call: int | None = None  # the number of the call it has not answered yet
+        self._pending_call_data = b""  # that call, serialized
+        self.stats: Mapping[str, Any] = Stats(0).summary()  # all zero so far
+        self._predecessors: Mapping[str, Any] = self.stats  # counts of the workers this one has replaced
+        self.clock_behind = float("inf")  # seconds by which its clock is behind ours: the best estimate
+        self.statistics_sent = 0  # the version of the statistics it was last sent
+        self.frames = self.rollouts = 0  # collected so far
+        self.made_at_answer = 0, 0  # its frames and rollouts when it answered the last call
+        self._predecessors_at_answer: Mapping[str, Any] = self._predecessors  # `_predecessors` at that time
+        self.begun = False  # whether it has mapped its memory and can collect rollouts
+        self.joining: Generator[None, Any, None] | None = None  # while it restarts: the calls that update it
+        self.failed_at = 0.0  # when the failure of its predecessor was noticed
         self.failed_starts = 0  # replacements launched in a row that failed before they were ready
-        self.state_after: Any = None  # its whole state after its last rollout, where it sends that
-        self.dropped = False  # it failed, and the others go on without it
+        self.state_after: Any = None  # its whole state after its last rollout, if it sends that
+        self.dropped = False  # it failed, and the others continue without it
 
     @property
     def live_connection(self) -> WorkerConnection:
@@ -52,31 +52,31 @@ class WorkerHandle:
 
     @property
     def child(self) -> WorkerLiveness:
-        """Its process, or what stands for it here."""
+        """Its process, or the object that represents it here."""
         return self.live_connection.child
 
     @property
     def busy(self) -> bool:
-        """Whether something is to come from it."""
+        """Whether the parent expects something from it."""
         waited_for = self.pending_slots or self.pending_call is not None or self.joining is not None
         return not self.dropped and bool(waited_for)
 
     def fill(self, slot: int, *, random: bool) -> None:
-        """Give it a slot to fill."""
+        """Tell it to fill a slot."""
         if not self.busy:
             self.busy_since = time.monotonic()
         self.pending_slots[slot] = random
-        if self.joining is None:  # else once it is there
+        if self.joining is None:  # else `resend_pending` sends it
             self.live_connection.fill(slot, random=random)
 
-    def ask(self, question: bytes) -> None:
-        """Send it a call, once it is there."""
-        self._pending_question = question
+    def call(self, data: bytes) -> None:
+        """Send it a call; if it is being restarted, `resend_pending` sends the call later."""
+        self._pending_call_data = data
         if self.joining is None:
-            self.live_connection.call(question)
+            self.live_connection.call(data)
 
     def expect_answer(self, call: int, grace: float = 0.0) -> None:
-        """Wait for its answer to a call; `grace`: seconds more than usual that it may take."""
+        """Note that it owes an answer to this call; `grace`: extra seconds it may take."""
         self.inbox.clear()
         if not self.busy:
             self.busy_since = time.monotonic()
@@ -84,66 +84,66 @@ class WorkerHandle:
         self.busy_since += grace
 
     def answered(self, answer: Any) -> None:
-        """Keep its answer to the call it was asked last."""
+        """Store its answer to its last call."""
         self.pending_call = None
         self.inbox.append(answer)
-        self.made_at_answer, self._earlier_at_answer = (self.frames, self.rollouts), self._earlier
+        self.made_at_answer, self._predecessors_at_answer = (self.frames, self.rollouts), self._predecessors
 
     @property
     def restarts(self) -> int:
-        """How many have been in its place before it."""
+        """How many workers this one has replaced, one after another."""
         return 0 if self.job is None else self.job.restarts
 
     @property
     def can_resume(self) -> bool:
-        """Whether another that takes its place goes on exactly where it was after its last rollout."""
+        """Whether a replacement can continue exactly where this worker was after its last rollout."""
         return self.begun and self.state_after is not None and self.state_after.get("why") is None
 
     def keep_counts(self) -> None:
-        """Keep its counts: another takes its place, and counts from nothing."""
-        self._earlier, self.clock_behind, self.statistics_heard = self.stats, float("inf"), -1
+        """Keep the counts of a worker that is being replaced, because its replacement counts from zero."""
+        self._predecessors, self.clock_behind, self.statistics_sent = self.stats, float("inf"), -1
 
     def with_counts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state it has answered with, in which those are counted too whose place it had taken by then."""
+        """Return the state it has answered with, with the counts of the workers it had replaced by then added."""
         resume = state.get("resume")
         if resume is None:
             return state
-        return {**state, "resume": {**resume, "statistics": added(resume["statistics"], self._earlier_at_answer)}}
+        return {**state, "resume": {**resume, "statistics": added(resume["statistics"], self._predecessors_at_answer)}}
 
     def load_counts(self, state: Mapping[str, Any]) -> None:
-        """It has loaded this state: what it has seen is what that says."""
+        """Set its counts to those in the state it has loaded."""
         if (resume := state.get("resume")) is not None:
-            self._earlier = Stats(0).summary()
+            self._predecessors = Stats(0).summary()
             self.stats = Stats.of(resume["statistics"]).summary()
 
     def resend_pending(self) -> None:
-        """The one that took its place is there: it is asked for what the other did not do."""
+        """Send the replacement, which is ready now, the call and the slots that its predecessor left undone."""
         self.joining, self.busy_since = None, time.monotonic()
-        if self.pending_call is not None and self._pending_question:
-            self.live_connection.call(self._pending_question)
+        if self.pending_call is not None and self._pending_call_data:
+            self.live_connection.call(self._pending_call_data)
         for slot, random in self.pending_slots.items():
             self.live_connection.fill(slot, random=random)
 
     def drop(self) -> None:
-        """Nothing is expected of it any more."""
+        """Mark it as dropped and expect nothing more from it."""
         self.dropped, self.joining, self.pending_call = True, None, None
         self.pending_slots.clear()
-        self.inbox.clear()  # what it has answered is of no use without it
+        self.inbox.clear()  # its answers are of no use without the worker
 
     def keep_stats(self, stats: Mapping[str, Any]) -> None:
-        """Keep what it has counted so far."""
-        self.stats = counted_on(self._earlier, stats)
+        """Store its counts so far, added to those of the workers it has replaced."""
+        self.stats = counted_on(self._predecessors, stats)
 
     def discard_rollout(self, frames: int) -> None:
-        """Forget a rollout nobody will see."""
+        """Subtract a rollout that will not be delivered."""
         self.frames, self.rollouts = self.frames - frames, self.rollouts - 1
 
     @property
     def size(self) -> int:
-        """How many frames a whole rollout has."""
+        """How many frames a full rollout has."""
         return self.info.layout.steps * self.info.layout.lanes
 
     @property
     def name(self) -> str:
-        """Its number, as errors show it."""
+        """Its number and process, as error messages show them."""
         return f"{self.index}{self.child.label}"

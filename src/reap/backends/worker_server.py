@@ -1,4 +1,4 @@
-"""WorkerServer: a worker and what it can be asked between two rollouts, wherever it lives."""
+"""WorkerServer: a worker and the calls it answers between two rollouts, wherever it runs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from reap.weights import local
 from reap.weights.shared import Packing
 from reap.weights.strategy import Extracted
 
-Hooks = tuple[Callable[[], Any] | None, Callable[[Any], Any] | None]  # before a rollout, and with each batch
+Hooks = tuple[Callable[[], Any] | None, Callable[[Any], Any] | None]  # called before each rollout, and with each batch
 
 
-def changed(hooks: Hooks | None, new: Mapping[str, Any]) -> Hooks:
-    """These hooks, but for those in `new`, by their names."""
+def changed_hooks(hooks: Hooks | None, new: Mapping[str, Any]) -> Hooks:
+    """Return `hooks` with the entries named in `new` replaced."""
     before, after = hooks or (None, None)
     return new.get("pre_collect_hook", before), new.get("post_collect_hook", after)
 
 
 class RowWriter(Protocol):
-    """What brings full slots to where they belong."""
+    """Writes full slots to their destination, in the worker itself."""
 
     before: Callable[[], Any] | None  # called before each rollout
     hook: Callable[[Any], Any] | None  # called with each batch
@@ -51,89 +51,87 @@ class RowWriter(Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether it is time for another rollout."""
+        """Whether the destination wants another rollout now."""
 
     def write(self, slot: Slot) -> None:
-        """Write what is in a full slot."""
+        """Write the rollout in a full slot."""
 
     def forget(self) -> None:
-        """Forget what is held back: it belongs to the time before."""
+        """Discard rows that are held back: they belong to episodes before a reset."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is started with, wherever it lives."""
+    """Everything a worker is started with, wherever it runs."""
 
     index: int
     workers: int
     plan: Plan
-    entropy: int  # what its own random numbers begin with, unless it is seeded
+    entropy: int  # seeds its random generators, unless the collector is seeded
     threads: int
     init: Callable[[], Any] | None = None
-    hooks: Hooks | None = None  # None: no hooks; a writer then keeps those it was made with
-    strategy: Any = None  # a user's own, by which weights are applied
-    writer: Callable[..., RowWriter] | None = None  # called in the worker; makes what writes its rollouts
+    hooks: Hooks | None = None  # None: no hooks; a writer then keeps the hooks it was made with
+    strategy: Any = None  # a user's own strategy, which applies weights
+    writer: Callable[..., RowWriter] | None = None  # called in the worker; makes the writer of its rollouts
     preempted: bool = False  # whether its rollouts may be cut short
-    saves: bool = False  # whether it sends its whole state with each rollout, for a replacement to go on there
-    restarts: int = 0  # how many have been in its place before it
-    nested: Callable[..., Any] | None = None  # makes a worker that has processes of its own; None: one loop
+    saves: bool = False  # whether it sends its whole state with each rollout, so that a replacement can resume
+    restarts: int = 0  # how many workers it replaces, one after another
+    nested: Callable[..., Any] | None = None  # makes a worker with processes of its own; None: one loop
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says of itself once it is built."""
+    """What a worker reports about itself once it is built."""
 
     layout: Layout
-    packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
-    needed: tuple[str, ...]  # the names an update may not leave out
+    packing: Packing | None  # of its policy's weights; None: it has none, or some are not tensors
+    needed: tuple[str, ...]  # names of the weights that an update must contain
     has_weights: bool  # whether its policy has weights at all
-    lanes: int  # how many lanes its env has in all; a rollout may hold fewer
+    lanes: int  # of its env in all; a rollout may hold fewer
     learns: bool = False  # whether its env has running statistics that workers share
-    warnings: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
+    warnings: tuple[str, ...] = ()  # shown to the user once, not by every worker
 
 
 @dataclass(frozen=True)
 class RolloutReady:
-    """One rollout is in a slot."""
+    """The message that a rollout is in a slot."""
 
     slot: int
     frames: int
     version: int
     stats: Mapping[str, Any]
     finals: Any = None
-    loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
-    since: int = 0  # the call it began anew with
-    span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
+    loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: values sent beside the slot
+    since: int = 0  # the last call before it that started new episodes
+    span: tuple[float, float] = (0.0, 0.0)  # when it began and ended
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
-    statistics: Mapping[Name, Moments] | None = None  # that its env learns while it steps: what it has seen in all
-    state_after: Mapping[str, Any] | None = None  # where the worker is after it, for another to go on from there
+    statistics: Mapping[Name, Moments] | None = None  # running statistics of its env over everything it has seen
+    state_after: Mapping[str, Any] | None = None  # the worker's state after it, for a replacement to resume from
 
 
 @dataclass(frozen=True)
 class EnvRebuilt:
-    """The env of one lane has raised, and was made anew; said unasked."""
+    """The message that a lane's env has raised and was rebuilt; sent without a request."""
 
     cause: Raised
-    seconds: float  # that it took
+    seconds: float  # that the rebuild took
 
 
-HELLO = "hello"  # the first word of a worker's process: it is there, now the user's code begins
-_ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
+HELLO = "hello"  # first message of a worker's process: it has started, and runs the user's code next
+_STARTS_EPISODES = ("reset", "set_seed", "load_state")  # calls that start new episodes
 
 
 class WorkerServer:
-    """A worker, by its number among so many. With a writer, its rollouts go where that brings them, and its hooks are
-    the writer's.
-    """
+    """Runs a worker and answers calls to it. With a writer, the writer stores its rollouts and holds its hooks."""
 
-    interruptor: Any = None  # what may stop its rollouts
-    # Makes envs that raise anew, and tells the parent of each; None where that cannot be.
+    interruptor: Any = None  # the object that may stop its rollouts
+    # Rebuilds envs that raise, and reports each to the parent; None where that is not possible.
     rebuilds: RemoteRebuilds | None = None
 
     def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
         self.index = job.index
         self.doing = "starting"
-        self.since = 0  # the call it began anew with
+        self.since = 0  # the last call that started new episodes
         self.writer: RowWriter | None = None
         self._tracer: RolloutTracer | None = None
         self._strategy = job.strategy
@@ -149,17 +147,17 @@ class WorkerServer:
 
     @property
     def hooks(self) -> Hooks:
-        """What it calls before a rollout, and with each batch."""
+        """The hooks it calls before each rollout, and with each batch."""
         return self._hooks if self.writer is None else (self.writer.before, self.writer.hook)
 
     def _build(self, plan: Plan, workers: int) -> None:
-        said: list[warnings.WarningMessage] = []
+        caught: list[warnings.WarningMessage] = []
         try:
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 rebuilds = self.rebuilds if plan.cut_column else None
                 self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers), rebuilds=rebuilds)
         finally:
-            for one in said:
+            for one in caught:
                 if not issubclass(one.category, PolicyWarning):
                     warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         model = self.worker.model
@@ -171,24 +169,24 @@ class WorkerServer:
             packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
             needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
             has_weights=isinstance(model, nn.Module),
-            warnings=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
+            warnings=tuple(str(one.message) for one in caught if issubclass(one.category, PolicyWarning)),
             lanes=self.worker.lanes,
             learns=bool(self.worker.running_statistics()),
         )
 
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
-        """Do what is asked. A wrong call is answered as such; what else goes wrong is the worker's end."""
+        """Execute a call and return the answer. A `UsageError` is returned too; other errors end the worker."""
         self.doing = name
-        self.since = call if name in _ANEW else self.since
+        self.since = call if name in _STARTS_EPISODES else self.since
         answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
         self.doing = "waiting"
         return answer
 
     def _refresh(self) -> None:
-        """Act with the latest weights from here on."""
+        """Load the latest weights, if there are new ones."""
 
     def _collect(self, slot: Slot, *, random: bool) -> int:
-        """One rollout, brought where the writer says if there is one; returns the frames made."""
+        """Collect one rollout, and write it if there is a writer; return the number of frames."""
         before, after = self.hooks
         self._clock.begin()
         if before is not None:
@@ -209,8 +207,8 @@ class WorkerServer:
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         return self.worker.fill(slot, random=random)
 
-    def _full(self, number: int, slot: Slot, frames: int) -> RolloutReady:
-        """Return what is said of a rollout in this slot."""
+    def _ready_message(self, number: int, slot: Slot, frames: int) -> RolloutReady:
+        """Return the message about the rollout in this slot."""
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
         return RolloutReady(
@@ -228,50 +226,50 @@ class WorkerServer:
         )
 
     def counts(self) -> dict[str, Any]:
-        """Return what it has counted so far, the time between rollouts included."""
+        """Return its counts so far, including the time between rollouts."""
         found: dict[str, Any] = self.worker.summary()
         own = self._clock.seconds(self._in_rollouts)
         return {**found, **{name: found[name] + seconds for name, seconds in own.items()}}
 
     def _handed_over(self) -> None:
-        """Note that a rollout was handed over: from here on the worker waits."""
+        """Note that a rollout was handed over, so that the worker waits from here on."""
         began, ended = self.worker.span
         self._in_rollouts += ended - began
         self._clock.end()
 
-    def _forget(self) -> None:
-        """Forget what is held back: it belongs to the time before."""
+    def _discard_held_back(self) -> None:
+        """Discard rows that the writer holds back: they belong to episodes before a reset."""
         if self.writer is not None:
             self.writer.forget()
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
-        """Count from here on: so many of its frames were taken, and the others are not wanted any more."""
+        """Continue to count from `taken` frames: those it collected beyond them are discarded."""
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def do_reset(self, taken: int) -> Any:
-        """Begin new episodes; so many of its frames were taken. Returns the state it is in then."""
+        """Start new episodes, with `taken` of its frames taken so far. Return its state, if it is to be saved."""
         self.worker.reset()
         self._count_on(taken)
         return self._saved_state()
 
     def do_set_seed(self, taken: int, seed: int, static: bool) -> Any:
-        """Seed the lanes and begin new episodes; returns the state it is in then, where that is kept."""
-        self._forget()
+        """Seed the lanes and start new episodes. Return its state, if it is to be saved."""
+        self._discard_held_back()
         self._count_on(taken)
         self.worker.set_seed(seed, static=static)
         return self._saved_state()
 
     def do_state(self) -> dict[str, Any]:
-        """Return all that another worker needs to go on where this one is."""
+        """Return everything another worker needs to continue where this one is."""
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         state |= {"policy_state_dict": self.do_weights()} if self.info.has_weights else {}
         if learned := self.do_statistics():
             state["statistics"] = [as_tensors(one) for one in learned.values()]
-        return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
+        return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of the weights above
 
     def _saved_state(self) -> dict[str, Any] | None:
-        """Return where it is, for another to go on from there, if it is to say so."""
+        """Return its state for a replacement to resume from, if it is to be saved; else None."""
         return self._open_state() if self._saves else None
 
     def _open_state(self) -> dict[str, Any]:
@@ -281,21 +279,21 @@ class WorkerServer:
         return state["resume"]
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> Any:
-        """Go on from a state; without open episodes in it, with new ones whose ids are `first_id` or above."""
+        """Continue from a state. If it has no open episodes, start new ones, with ids of at least `first_id`."""
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         if self.info.has_weights and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
         if state.get("resume") is None:
             self.worker.ledger.counter.skip_to(first_id)
-            self.worker.reset()  # episodes that were open elsewhere do not go on here
+            self.worker.reset()  # episodes that were open elsewhere cannot continue here
         else:
             self.worker.resume(state["resume"])
         self._count_on(taken, loaded=True)
-        self._forget()
+        self._discard_held_back()
         return self._saved_state()
 
     def _load(self, weights: Any, version: int) -> None:
-        self._refresh()  # older ones, seen now so that they are not taken for newer later
+        self._refresh()  # read older published weights now, so that they do not overwrite these later
         if isinstance(weights, Extracted):
             self._strategy.apply_weights(self.worker.model, weights.weights)
         else:
@@ -303,33 +301,33 @@ class WorkerServer:
         self.worker.version = version
 
     def do_statistics(self) -> dict[Name, Moments]:
-        """Return what its env has learned by itself, by the names of its statistics."""
+        """Return the running statistics of its own env, by name."""
         return {one.name: one.own() for one in self.worker.running_statistics()}
 
     def do_hear_statistics(self, elsewhere: Mapping[Name, Moments]) -> None:
-        """Learn what the envs of all others have learned."""
+        """Take over the running statistics of all other workers' envs."""
         for one in self.worker.running_statistics():
             if one.name in elsewhere:
                 one.hear(elsewhere[one.name])
 
     def do_mark_cut(self) -> None:
-        """The trajectories that were open here have ended with the worker whose place this one has taken."""
+        """Mark the trajectories that were open in this worker's predecessor as cut."""
         self.worker.ledger.mark_cut(range(self.worker.lanes))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return what is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
+        """Return what is at a path. An error is returned to the caller and leaves the worker unchanged."""
         try:
             found = get_attribute(WorkerView(self, self.interruptor), path)
             if packed is not None:
                 args, kwargs = cloudpickle.loads(packed)
                 found = found(*args, **kwargs)
-            dumps(found, path)  # here, where what cannot travel can still be told
+            dumps(found, path)  # here, where an object that cannot be pickled can still be reported
             return found
         except Exception as error:
             return Raised.of(error, path)
 
     def do_apply(self, path: str, packed: bytes) -> Any:
-        """Give a model at a path what a user's own strategy has made of its weights."""
+        """Apply weights, extracted by a user's own strategy, to the model at a path."""
         try:
             strategy, weights = cloudpickle.loads(packed)
             strategy.apply_weights(get_attribute(WorkerView(self, self.interruptor), path), weights)
@@ -337,23 +335,23 @@ class WorkerServer:
             return Raised.of(error, path)
 
     def do_profile(self, settings: TraceSettings | None) -> None:
-        """Trace the rollouts to come; None: no more."""
+        """Trace the next rollouts; None stops tracing."""
         if self._tracer is not None:
             self._tracer.end()
         self._tracer = None if settings is None else RolloutTracer(self.worker, settings)
 
     def do_hooks(self, packed: bytes) -> None:
-        """Other hooks from now on: a mapping with those that change."""
-        self._hooks = changed(self.hooks, cloudpickle.loads(packed))
+        """Replace hooks, given as a pickled mapping of those that change."""
+        self._hooks = changed_hooks(self.hooks, cloudpickle.loads(packed))
         if self.writer is not None:
             self.writer.before, self.writer.hook = self._hooks
 
     def do_weights(self) -> dict[str, Any]:
-        """Return the weights that act, by name."""
+        """Return the current weights, by name."""
         self._refresh()
         return local.detached(self.worker.model)
 
 
 def what_it_did(worker: WorkerServer | None) -> str:
-    """Return what a worker was at when it raised something; None: it was being built."""
+    """Return what a worker was doing when it raised; None: it was being built."""
     return "building the worker" if worker is None else worker.doing

@@ -1,4 +1,4 @@
-"""WorkerView: a worker as paths see it, by the names of TorchRL's worker collectors.
+"""WorkerView: the attributes of a worker that paths can address, named as in TorchRL's worker collectors.
 
 policy.in_keys   env.transform[0].loc   replay_buffer.write_count   interruptor   postproc.critic   stats   state_dict
 """
@@ -18,7 +18,7 @@ _FROM_OUTSIDE = ("reset", "set_seed", "load_state_dict", "shutdown", "next", "it
 
 
 class WorkerView:
-    """What is to be found in a worker. `interruptor`: what may stop its rollouts, if anything can."""
+    """The object that attribute paths start from in a worker. `interruptor`: what may stop its rollouts, or None."""
 
     closed = False
 
@@ -43,11 +43,11 @@ class WorkerView:
         raise AttributeError(f"a worker has no {name!r}")
 
     def explain(self) -> str:
-        """Return how its env and policy are run."""
+        """Return a description of how its env and policy are run."""
         return self._server.worker.explain()
 
     def apply(self, function: Callable[[WorkerView], Any]) -> Any:
-        """Return what a function finds or does here, called with this view."""
+        """Call a function with this view and return its result."""
         return function(self)
 
     def get_model(self, model_id: str) -> Any:
@@ -71,10 +71,10 @@ class WorkerView:
         return self.policy_version
 
     def stats(self) -> dict[str, Any]:
-        """Return what it has counted."""
+        """Return its counts."""
         stats = self._server.worker.stats
         return {"frames": stats.frames, "batches": stats.rollouts, **self._server.counts()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Its part of the collector's `state_dict`."""
+        """Return its part of the collector's `state_dict`."""
         return self._server.do_state()

@@ -1,1 +1,1 @@
-"""Workers that are processes of this machine: their rollouts lie in memory that both sides see."""
+"""Workers that are processes of this machine: their rollouts lie in memory that both sides share."""

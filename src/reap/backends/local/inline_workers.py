@@ -1,10 +1,10 @@
-"""InlineTransport: workers in this process, one after another, for looking into them: `workers="inline"`.
+"""InlineTransport: runs workers in this process, one at a time, for debugging them: `workers="inline"`.
 
-    fill, call ──► orders of a worker ──► wait: the next who has one does it here, in the thread that waits ──► inbox
+    fill, call ──► queue of a worker ──► wait: the next worker with work runs in the waiting thread ──► inbox
 
-Each has its own copies of what it was given, its own random generators and as many torch threads as in a process, so it
-makes the same data. Nothing runs beside anything else: `breakpoint()`, a debugger and `print` see one worker at a time.
-Ctrl-C breaks off the rollout that is being made, as in a collector without workers; it is made anew.
+Each worker has its own copies of its arguments, its own random generators and as many torch threads as in a process, so
+it collects the same data. Nothing runs in parallel: `breakpoint()`, a debugger and `print` see one worker at a time.
+Ctrl-C aborts the current rollout, as in a collector without workers; the rollout is collected again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reap._system.processes import DEADLINE
 from reap._system.remote_errors import Raised, as_reap_error
 from reap._system.silence import Silence
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, WorkerConnection, break_off_when
+from reap.backends.base import Halted, WorkerConnection, halt_when
 from reap.backends.local.local_transport import LocalTransport
 from reap.backends.local.process_worker import LocalWorkerServer, WorkerFiles
 from reap.backends.worker_handle import WorkerHandle
@@ -36,39 +36,39 @@ from reap.core.resume import generators, set_generators
 from reap.errors import ReapError, WorkerDied, WorkerSilent
 from reap.seeding import seed_process
 
-_REST = 0.05  # seconds; nobody has anything to do, and somebody waits
+_IDLE_SLEEP = 0.05  # seconds to sleep when no worker has work
 
 
 class InlineTransport(LocalTransport):
-    """Reaches workers in this process. One thread at a time is in one of them."""
+    """Runs workers in this process. One thread at a time is in one of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._connections: dict[int, InlineConnection] = {}
-        self._last = -1  # whose turn it was
+        self._last = -1  # the worker that ran last
         self._inside = threading.Lock()
         self._leaving = False
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
         super().open(workers, interrupts, silence)
         self._interrupts = interrupts
-        silence.watched = False  # who waits for its turn, or for somebody at a debugger's prompt, is not stuck
+        silence.watched = False  # a worker that waits for its turn, or at a debugger's prompt, is not stuck
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
         for worker in workers:
             if worker.job is not None:
-                connection = InlineConnection(worker.job, self._files[worker.index], self._broken_off)
+                connection = InlineConnection(worker.job, self._files[worker.index], self._is_cancelled)
                 worker.connection = self._connections[worker.index] = connection
 
-    def _broken_off(self) -> bool:
+    def _is_cancelled(self) -> bool:
         return self._leaving or self._interrupts.woken
 
     def wait(self, seconds: float | None) -> list[int]:
-        if unheard := [index for index, connection in self._connections.items() if connection.unheard]:
-            return unheard  # Ctrl-C came between a worker and whoever listens to it
+        if speakers := [index for index, connection in self._connections.items() if connection.has_messages]:
+            return speakers  # Ctrl-C came before these messages were read
         busy = [index for index in sorted(self._connections) if self._connections[index].busy]
         if not busy:
-            time.sleep(_REST if seconds is None else min(seconds, _REST))
+            time.sleep(_IDLE_SLEEP if seconds is None else min(seconds, _IDLE_SLEEP))
             return []
         self._last = next((index for index in busy if index > self._last), busy[0])
         with self._inside:
@@ -86,16 +86,16 @@ class InlineTransport(LocalTransport):
         self.clear_position(worker)
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
-        """A thread that is in a worker closes them itself, when it comes out: after the step it is in."""
+        """Close all workers. A thread that is in one of them does so itself, after its current step."""
         self._leaving = True
-        if self._inside.acquire(timeout=0 if self._mine() else DEADLINE):
+        if self._inside.acquire(timeout=0 if self._is_inside() else DEADLINE):
             try:
                 self._end()
             finally:
                 self._inside.release()
 
-    def _mine(self) -> bool:
-        """Return whether this very thread is in a worker: its env, or a signal handler, closes the collector."""
+    def _is_inside(self) -> bool:
+        """Return whether the calling thread is in a worker: its env or a signal handler closes the collector."""
         return any(connection.thread == threading.get_ident() for connection in self._connections.values())
 
     def _end(self) -> None:
@@ -106,50 +106,48 @@ class InlineTransport(LocalTransport):
 
 
 class InlineConnection(WorkerConnection):
-    """A worker in this process, and what it was asked, which it does when it is its turn."""
+    """A worker in this process, and the work it does when it is its turn."""
 
-    def __init__(self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool]) -> None:
-        # Copies, as a process has. What writes to a buffer stays: it is the collector's own buffer.
+    def __init__(self, job: Job, files: WorkerFiles, is_cancelled: Callable[[], bool]) -> None:
+        # Copies, as in a process, except for the writer: it writes to the collector's own buffer.
         copied: Job = pack(replace(job, writer=None), f"what worker {job.index} needs").unpack()
         self._job = replace(copied, writer=job.writer)
-        self._files, self._broken_off = files, broken_off
+        self._files, self._is_cancelled = files, is_cancelled
         self._calls: deque[bytes] = deque()
         self._slots: deque[int] = deque()
         self._inbox: list[Any] = []
         self._server: LocalWorkerServer | None = None
-        self._generators: Any = None  # where its random generators are; None: not seeded yet
-        self.thread: int | None = None  # that is in it
+        self._generators: Any = None  # states of its random generators; None: not seeded yet
+        self.thread: int | None = None  # the thread that is in it
         self.over = False
-        self.child = WorkerHere(self)
+        self.child = InlineLiveness(self)
 
     @property
     def busy(self) -> bool:
-        """Whether it has something to do."""
+        """Whether it has work."""
         return not self.over and (self._server is None or bool(self._calls) or bool(self._slots))
 
     @property
-    def unheard(self) -> bool:
-        """Whether it has said something that nobody has heard."""
+    def has_messages(self) -> bool:
+        """Whether it has sent messages that were not read yet."""
         return bool(self._inbox)
 
     def call(self, data: bytes) -> None:
         self._calls.append(data)
 
     def fill(self, slot: int, *, random: bool) -> None:
-        """The worker itself knows whether its actions are random: it counts frames with the others."""
+        """Queue a slot. The worker decides itself whether its actions are random, from the shared count of frames."""
         self._slots.append(slot)
 
-    def _say(self, message: Any) -> None:
-        self._inbox.append(message)
-
-    def hear(self) -> tuple[list[Any], bool]:
-        said, self._inbox = self._inbox, []
-        return said, self.over
+    def receive(self) -> tuple[list[Any], bool]:
+        messages = list(self._inbox)
+        self._inbox.clear()
+        return messages, self.over
 
     def work(self, interrupts: Interrupts) -> None:
-        """Do one thing: be built, answer a call, fill a slot. What breaks it off leaves it to be done.
+        """Do one piece of work: build the worker, answer a call or fill a slot. If interrupted, it is repeated later.
 
-        Ctrl-C comes in the worker's code, and waits elsewhere: what was done is said, and generators are given back.
+        Ctrl-C is raised in the worker's code and waits elsewhere, so that results are stored and generators restored.
         """
         try:
             with self._as_worker():
@@ -157,15 +155,15 @@ class InlineConnection(WorkerConnection):
         except (KeyboardInterrupt, Halted):
             raise
         except BaseException as error:
-            self._inbox.append(RaisedHere.of(error, what_it_did(self._server)))
-            self.over = True  # first: the env that is closed next is the user's code, which Ctrl-C may break off
+            self._inbox.append(InlineRaised.of(error, what_it_did(self._server)))
+            self.over = True  # first: Ctrl-C may interrupt the closing of the env, which is the user's code
             with interrupts.admitted():
                 self.end()
 
     def _do_one(self, interrupts: Interrupts) -> None:
         if self._server is None:
             with interrupts.admitted():
-                server = _InlineWorkerServer(self._job, self._files, self._broken_off, self._say)
+                server = _InlineWorkerServer(self._job, self._files, self._is_cancelled, self._inbox.append)
             self._server = server
             self._inbox.append(server.info)
         elif self._calls:
@@ -173,21 +171,21 @@ class InlineConnection(WorkerConnection):
                 call, name, arguments = pickle.loads(self._calls[0])
                 answer = self._server.answer(call, name, arguments)
             self._calls.popleft()
-            # Through bytes: weights, for one, are not to be the worker's own.
+            # Pickled, so that the answer shares no tensors with the worker, for example its weights.
             self._inbox.append(pickle.loads(dumps(answer, f"the answer to {name}")))
         else:
             try:
                 with interrupts.admitted():
-                    told = self._server.fill(self._slots[0])
+                    message = self._server.fill(self._slots[0])
             except BaseException:
                 self._server.worker.begin_anew()
                 raise
             self._slots.popleft()
-            self._inbox.append(pickle.loads(told))
+            self._inbox.append(pickle.loads(message))
 
     @contextlib.contextmanager
     def _as_worker(self) -> Iterator[None]:
-        """Inside, what a process has one of is this worker's: random generators, the number of torch's threads."""
+        """Return a context in which the random generators and the number of torch threads are this worker's."""
         ours, threads = generators(), torch.get_num_threads()
         torch.set_num_threads(self._job.threads)
         if self._generators is None:
@@ -211,24 +209,24 @@ class InlineConnection(WorkerConnection):
 
 
 class _InlineWorkerServer(LocalWorkerServer):
-    """A worker whose process is the collector's own."""
+    """A worker that runs in the collector's own process."""
 
-    settle = staticmethod(lambda: None)  # what is garbage here is not ours to say
+    settle = staticmethod(lambda: None)  # this process's garbage collector is not ours to change
 
     def __init__(
-        self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool], say: Callable[[Any], None]
+        self, job: Job, files: WorkerFiles, is_cancelled: Callable[[], bool], notify: Callable[[Any], None]
     ) -> None:
-        super().__init__(job, files, say, buffer=())
-        break_off_when(broken_off, self.worker)
+        super().__init__(job, files, notify, buffer=())
+        halt_when(is_cancelled, self.worker)
 
     def fill(self, index: int) -> bytes:
-        told = super().fill(index)
+        message = super().fill(index)
         self._handed_over()
-        return told
+        return message
 
 
-class WorkerHere:
-    """Whether a worker of this process lives."""
+class InlineLiveness:
+    """Whether a worker in this process is alive."""
 
     label = " (in this process)"
 
@@ -237,7 +235,7 @@ class WorkerHere:
 
     @property
     def pid(self) -> int:
-        """The number of this process."""
+        """The id of this process."""
         return os.getpid()
 
     def gone(self) -> bool:
@@ -245,28 +243,28 @@ class WorkerHere:
         return self._connection.over
 
     def death(self) -> WorkerDied:
-        """Return the error for one that was closed."""
+        """Return the error for a closed worker."""
         return WorkerDied("was closed")
 
     def ask_stack(self) -> str:
-        """Return where the thread is that is in it."""
+        """Return the stack of the thread that is in it."""
         thread = self._connection.thread
         return "(nobody is in it: it waits for its turn)" if thread is None else stack_of(thread)
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """Return the error for one that took so long; nobody looks for it."""
+        """Return the error for a worker that took `seconds`; it is not used, as inline workers are not watched."""
         return WorkerSilent(f"took {seconds:.1f} s (timeout={timeout}); its stack:\n{self.ask_stack()}")
 
 
 @dataclass(frozen=True)
-class RaisedHere(Raised):
-    """An error of a worker that is here: itself, with its traceback, so that `pdb.pm()` shows the env's own frames."""
+class InlineRaised(Raised):
+    """An error of an inline worker, with its own traceback, so that `pdb.pm()` shows the env's frames."""
 
     itself: ReapError | None = None
 
     @classmethod
-    def of(cls, error: BaseException, doing: str = "") -> RaisedHere:
-        """Return the message for what was just caught."""
+    def of(cls, error: BaseException, doing: str = "") -> InlineRaised:
+        """Return the message for an error that was just caught."""
         return cls(b"", b"", "", as_reap_error(error, doing))
 
     def unpack(self) -> ReapError:

@@ -1,8 +1,8 @@
-"""LocalTransport: slots, weights and counters in memory that a collector and its workers on this machine both see.
+"""LocalTransport: slots, weights and counters in memory that a collector and its workers on this machine share.
 
     files    slots (common to all, or of each worker), weights (one block, read by all), counters
 
-Who fills them is said by who inherits it: processes (shared_memory.py), or this one (inline_workers.py).
+Subclasses run the workers that fill them: in processes (shared_memory.py), or in this one (inline_workers.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reap.weights.shared import Packing, SharedWeights
 
 
 class LocalTransport(Transport):
-    """What transports have in common whose workers see the same memory. `buffer`: descriptors their writers need."""
+    """Base of transports whose workers share memory with the parent. `buffer`: descriptors their writers need."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]] = ("shared", "per_worker", "none")
     can_add_workers: ClassVar[bool] = False
@@ -34,8 +34,8 @@ class LocalTransport(Transport):
         self._buffer = tuple(buffer)
         self._opened: list[SharedFile] = []
         self._files: list[WorkerFiles] = []  # by worker
-        self._memory: dict[int, tuple[Layout, int, int, bool]] = {}  # of each worker: where its slots are
-        self.counters: SharedCounters  # once it is open
+        self._memory: dict[int, tuple[Layout, int, int, bool]] = {}  # as in `WorkerMemory`, by worker
+        self.counters: SharedCounters  # set by `open`
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
         common, weights, counters = (self._file(name) for name in ("slots", "weights", "counters"))
@@ -49,7 +49,7 @@ class LocalTransport(Transport):
         return self._opened[-1]
 
     def clear_position(self, worker: WorkerHandle) -> None:
-        """A worker is in no rollout any more."""
+        """Note that a worker is not in a rollout any more."""
         self.counters.step[worker.index] = self.counters.lane[worker.index] = NOWHERE
 
     def release_claims(self, worker: WorkerHandle) -> None:
@@ -92,16 +92,16 @@ class LocalTransport(Transport):
         return SharedWeights(self._files[0].weights, packing)
 
     def pass_weights(self, worker: WorkerHandle, data: bytes) -> int:
-        room = self._files[worker.index].packed.map(len(data))  # a write would end at 2 GiB
+        room = self._files[worker.index].packed.map(len(data))  # mapped, because one write() call ends at 2 GiB
         room[:] = np.frombuffer(data, np.uint8)
         return len(data)
 
     def resend_weights(self, worker: WorkerHandle) -> None:
-        """Not needed: it reads what is in the block."""
+        """Do nothing: the worker reads them from the shared block."""
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def close_files(self) -> None:
-        """Give the memory back; maps of it stay as long as somebody looks at them."""
+        """Close the shared files; memory that is still mapped, for example by batches, stays valid."""
         for file in self._opened:
             file.close()

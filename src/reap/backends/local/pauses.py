@@ -1,11 +1,11 @@
-"""Pauses: what keeps those at rest who collect in the background.
+"""Pauses: keep background collection at rest until every pause has ended.
 
-    pause ──► in the making ──► given ──┬──► a block: ends with it                     ─┐
-                 │                      └──► no block: ends when somebody says resume  ─┴──► over
-                 └── Ctrl-C, between any two instructions ──────────────────────────────────► over
+    pause ──► being made ──► given ──┬──► used as `with` block: ends with the block  ─┐
+                 │                   └──► no block: ends when `resume` is called     ─┴──► over
+                 └── Ctrl-C, between any two instructions ───────────────────────────────► over
 
-Nothing here has to run for a pause to end that nobody can end any more: one in the making, or for a block, holds only
-while the `Paused` that stands for it exists. Who rests looks now and then whether it still has to.
+No code has to run to end a pause that no caller can end any more: a pause that is being made, or used as a block, holds
+only while its `Paused` object exists. Workers that rest check at intervals whether they still have to.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-AGAIN = 0.1  # seconds after which who rests looks whether it still has to, should nobody have said so
+AGAIN = 0.1  # seconds between two checks of a resting worker whether it still has to rest, if nothing wakes it
 
 
 class Paused:
-    """A pause in the hands of who asked for it: it ends with the block. `kept`: not before somebody says resume."""
+    """A pause as its caller holds it: it ends with its `with` block. `kept`: it ends only with `resume`."""
 
     __slots__ = ("__enter__", "__weakref__", "_end", "pause")
     __enter__: Any  # called without arguments
@@ -27,7 +27,7 @@ class Paused:
     def __init__(self, end: Callable[[Paused], None], *, kept: bool = False) -> None:
         self._end = end
         self.pause = _Pause(weakref.ref(self))
-        # A block begins by a function of C: in one of Python Ctrl-C could come after the pause and before its block.
+        # `__enter__` is a C function: in a Python one, Ctrl-C could come after the pause and before its block.
         self.__enter__ = [].clear if kept else self.pause.no_block.clear
 
     def __exit__(self, *_: object) -> None:
@@ -36,12 +36,12 @@ class Paused:
 
 
 class _Pause:
-    """A pause as the one knows it who rests."""
+    """A pause as the resting side sees it."""
 
     def __init__(self, paused: weakref.ref[Paused]) -> None:
         self._paused = paused
-        self.thread = threading.get_ident()  # which asked for it
-        self.given = False  # whether who asked for it has got it
+        self.thread = threading.get_ident()  # the thread that requested it
+        self.given = False  # whether its caller has received it
         self.no_block = [True]  # empty once its block has begun
 
     @property
@@ -50,17 +50,17 @@ class _Pause:
 
 
 class Pauses:
-    """Pauses add up: there is rest until all are over. Each change is one instruction."""
+    """All current pauses: workers rest until the last one is over. Each change is a single instruction."""
 
     def __init__(self) -> None:
         self._all: list[_Pause] = []
 
     def begin(self, paused: Paused) -> None:
-        """Let a pause hold from here on."""
+        """Add a pause, which holds from now on."""
         self._all.append(paused.pause)
 
     def end(self, paused: Paused | None) -> None:
-        """It is over, if it was not before; None: the last one that somebody has."""
+        """End a pause, if it has not ended yet; None: the last one that a caller has received."""
         without = [one for one in self._all if one.given and one.no_block] or [one for one in self._all if one.given]
         over = without[-1:] if paused is None else [paused.pause]
         for one in over:
@@ -69,12 +69,12 @@ class Pauses:
 
     @property
     def hold(self) -> bool:
-        """Whether there is one that is not over."""
+        """Whether a pause holds."""
         for one in tuple(self._all):
             if not one.holds and one in self._all:
                 self._all.remove(one)
         return bool(self._all)
 
     def hold_without(self, thread: int) -> bool:
-        """Return whether there is one, and none that this thread has asked for and would have to end."""
+        """Return whether a pause holds, and none was requested by this thread, which would have to end it."""
         return self.hold and all(one.thread != thread for one in tuple(self._all))

@@ -1,12 +1,12 @@
-"""The other side of the shared-memory transport: what runs in a worker's process.
+"""The worker's side of the shared-memory transport: what runs in a worker's process.
 
     free pipe ──► slot number ──► refresh weights ──► fill ──┬──────────► "full" ──► connection
                                                              └► writer ─► "full" ──► connection    (a replay buffer)
     connection ──► call (seed, reset, state …), answered between two rollouts
 
-The worker waits for a free slot or a call, whichever comes first, and answers calls first. It ends when the parent
-closes either pipe, or at SIGTERM. With a writer it can also be let run free: then it waits for nobody, and says what it
-has made in the shared counters.
+The worker waits for a free slot or a call, and answers calls before it fills slots. It ends when the parent closes
+either pipe, or at SIGTERM. With a writer it can also run free: then it waits for no slot, and reports the frames it has
+collected in the shared counters.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from reap.failures import RemoteRebuilds
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
-_UNTOLD = 50  # milliseconds between looks whether there is room for episodes that the parent was not told of
-_LOOK = 2  # milliseconds between looks at a buffer that wants no more rows for now
+_UNTOLD_POLL = 50  # milliseconds between checks for room to report episodes to the parent
+_BUFFER_POLL = 2  # milliseconds between checks of a buffer that wants no more rows for now
 
 
 class WorkerFiles(NamedTuple):
     """The memory a worker shares with its parent."""
 
-    common: SharedFile  # slots of which it fills its lanes
+    common: SharedFile  # slots common to all workers, of which it fills its lanes
     own: SharedFile  # slots of its own
-    weights: SharedFile  # of the policy, for all workers
+    weights: SharedFile  # the policy's weights, for all workers
     counters: SharedFile
-    packed: SharedFile  # weights that are for it alone
+    packed: SharedFile  # weights for this worker alone
 
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Where a worker finds its memory: `count` slots of `layout`, of which it fills its lanes from `first_lane` on."""
+    """The memory of a worker: `count` slots of `layout`, in which it fills its lanes from `first_lane` on."""
 
     layout: Layout
     count: int
     first_lane: int
-    common: bool  # whether the slots lie in the file that all workers share, or in its own
+    common: bool  # whether the slots lie in the file common to all workers, or in its own
     packing: Packing | None
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
-    """The life of a worker."""
+    """Run a worker process from start to end."""
     send(connection, HELLO)
     torch.set_num_threads(job.threads)
     seed_process(job.entropy)
@@ -96,51 +96,51 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
 
 
 class _Interruptor:
-    """Whether enough workers are done, so that the others leave it at what they have."""
+    """Stops the rollouts of the remaining workers when enough workers are done."""
 
     def __init__(self, counters: SharedCounters) -> None:
         self.counters = counters
 
     def collection_stopped(self) -> bool:
-        """Return whether rollouts are to end where they are; it is asked after every step."""
+        """Return whether rollouts should end now; the loop calls this after every step."""
         return bool(self.counters.stop)
 
     def start_collection(self) -> None:
-        """Let rollouts go on to their end."""
+        """Let rollouts run to their end."""
         self.counters.stop = False
 
     def stop_collection(self) -> None:
-        """Let rollouts end where they are."""
+        """Make rollouts end after the current step."""
         self.counters.stop = True
 
     def __reduce__(self) -> Any:
-        """Seen from another process, it is what it says now."""
+        """Pickle as a snapshot of the current value."""
         return _InterruptorSnapshot, (self.collection_stopped(),)
 
 
 class _InterruptorSnapshot:
-    """An interruptor as it was when it was asked for."""
+    """The value of an interruptor at the time it was pickled."""
 
     def __init__(self, stopped: bool) -> None:
         self._stopped = stopped
 
     def collection_stopped(self) -> bool:
-        """Return whether collection was stopped then."""
+        """Return whether collection was stopped at that time."""
         return self._stopped
 
 
 class LocalWorkerServer(WorkerServer):
-    """A worker and what ties it to its collector: memory that both see. What it tells unasked, it tells by `say`."""
+    """A worker server that shares memory with its collector. `notify` sends messages that answer no call."""
 
-    settle: Callable[[], None] = staticmethod(settle)  # called when all is there that will stay
+    settle: Callable[[], None] = staticmethod(settle)  # called when all long-lived objects exist
 
-    def __init__(self, job: Job, files: WorkerFiles, say: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
+    def __init__(self, job: Job, files: WorkerFiles, notify: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
         self._job, self._files = job, files
         self.counters = SharedCounters(files.counters, job.workers)
-        self._at = self.counters.step[job.index : job.index + 1]
-        self._free = False  # whether it runs free
-        self.rebuilds = RemoteRebuilds(lambda error, seconds: say(EnvRebuilt(Raised.of(error, "the env"), seconds)))
-        self._untold = UntoldEpisodes()  # for which there was no room in the shared counters yet
+        self._position = self.counters.step[job.index : job.index + 1]
+        self._runs_free = False  # whether it runs free, without slots
+        self.rebuilds = RemoteRebuilds(lambda error, seconds: notify(EnvRebuilt(Raised.of(error, "the env"), seconds)))
+        self._untold = UntoldEpisodes()  # episodes for which the shared counters had no room yet
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -148,25 +148,25 @@ class LocalWorkerServer(WorkerServer):
             self.interruptor = _Interruptor(self.counters)
             plan = replace(plan, stop=self.interruptor.collection_stopped)
         super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
-        self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
+        self.worker.loop.at = self._position  # the parent can read our position, whatever happens to this process
         self.worker.env.report_lane(memoryview(self.counters.lane[job.index : job.index + 1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
 
     def serve(self, connection: Connection, free: int) -> None:
-        """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
+        """Answer calls and fill free slots, calls first, until the parent is gone."""
         calls = connection.fileno()
         both, only_calls = select.poll(), select.poll()
         both.register(free, select.POLLIN)
         for poll in (both, only_calls):
             poll.register(calls, select.POLLIN)
         while True:
-            poll = only_calls if self._free else both
-            ready = {fd for fd, _ in poll.poll(self._rest() if self._free else None)}
+            poll = only_calls if self._runs_free else both
+            ready = {fd for fd, _ in poll.poll(self._poll_timeout() if self._runs_free else None)}
             if calls in ready:
                 call, name, arguments = connection.recv()
                 send(connection, self.answer(call, name, arguments))
-            elif self._free:
+            elif self._runs_free:
                 self._run_free()
             else:
                 data = os.read(free, 1)
@@ -174,27 +174,27 @@ class LocalWorkerServer(WorkerServer):
                     return
                 connection.send_bytes(self.fill(data[0]))
                 self._handed_over()
-                self._at[0] = NOWHERE
+                self._position[0] = NOWHERE
 
     def fill(self, index: int) -> bytes:
-        """Fill a slot: what is said of it, packed. The worker knows by itself whether its actions are random."""
+        """Fill a slot, and return the pickled message about it. Claimed frames decide whether actions are random."""
         slot = self._slots[index]
         claimed = self.counters.claim(self._job.index, self._size, most=self.counters.random)
-        full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
+        full = self._ready_message(slot.index, slot, self._collect(slot, random=claimed is not None))
         return dumps(full, "an observation") if full.loose else pickle.dumps(full)
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         frames = super()._rollout(slot, random=random)
-        self._at[0] = BETWEEN
+        self._position[0] = BETWEEN
         return frames
 
-    def _rest(self) -> int:
-        """Milliseconds until it is worth a look whether to go on, should nobody have said something."""
+    def _poll_timeout(self) -> int:
+        """Return the milliseconds to wait for a call before checking again whether to collect."""
         if self.counters.rest:
             return int(1000 * AGAIN)
-        if self.counters.claimed.sum() >= self.counters.total:  # what others have begun on is ours to make if they fail
-            return _UNTOLD if self._untold else int(1000 * AGAIN)
-        return 0 if self.writer is not None and self.writer.wanted else _LOOK
+        if self.counters.claimed.sum() >= self.counters.total:  # until a worker that fails releases its frames
+            return _UNTOLD_POLL if self._untold else int(1000 * AGAIN)
+        return 0 if self.writer is not None and self.writer.wanted else _BUFFER_POLL
 
     def _run_free(self) -> None:
         counters, index = self.counters, self._job.index
@@ -202,14 +202,14 @@ class LocalWorkerServer(WorkerServer):
             counters.tell_ended(index, self._untold)
         if counters.rest or self.writer is None or not self.writer.wanted:
             return
-        self._at[0] = BETWEEN  # first: what is waited for from here on may never come, and is to be noticed
+        self._position[0] = BETWEEN  # first: hooks and writes may hang from here on, which the parent must notice
         before = counters.claim(index, self._size, most=counters.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < counters.random)
             self._untold.add(self.worker.ended_since())
             counters.finish(index, frames, self._size, self.counts(), self._untold)
             self._handed_over()
-        self._at[0] = NOWHERE
+        self._position[0] = NOWHERE
 
     @property
     def _size(self) -> int:
@@ -222,7 +222,7 @@ class LocalWorkerServer(WorkerServer):
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def do_begin(self, memory: WorkerMemory) -> None:
-        """Map the memory the parent has made."""
+        """Map the memory that the parent has allocated."""
         whole = SharedSlots(self._files.common if memory.common else self._files.own, memory.layout, memory.count)
         pin(whole.block, self.worker.plan.policy_device)
         self._slots = {i: whole.window(i, self.worker.layout, memory.first_lane) for i in range(memory.count)}
@@ -231,16 +231,16 @@ class LocalWorkerServer(WorkerServer):
         self.settle()
 
     def do_run(self) -> None:
-        """Make rollouts without being asked, from here on; its slot needs no permission any more."""
-        self._free = True
+        """Run free from now on: collect rollouts into the first slot without waiting for its number."""
+        self._runs_free = True
 
     def do_look(self) -> None:
-        """Do nothing: whoever answers is between two rollouts, and looks at the counters before the next one."""
+        """Do nothing: a worker that answers is between two rollouts, and reads the counters before the next one."""
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
-        if loaded or self.writer is None:  # what was written to a buffer is there, wanted or not
+        if loaded or self.writer is None:  # frames in a buffer stay there, wanted or not
             self.counters.claimed[self._job.index] = taken
 
     def do_load_weights(self, size: int, version: int) -> None:
-        """Act with weights that are for this worker alone: so many bytes of the file for them."""
+        """Load weights for this worker alone: the first `size` bytes of their shared file."""
         self._load(cloudpickle.loads(self._files.packed.map(size)), version)

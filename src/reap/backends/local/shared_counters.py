@@ -1,18 +1,18 @@
-"""SharedCounters: numbers in memory that the parent and its workers share. Nobody waits for anybody to write one.
+"""SharedCounters: numbers in memory that the parent and its workers share. Only claims take a lock.
 
-stop      whoever is filling a slot is to leave it at that               parent writes, or a worker's interruptor
-random    so many frames of the run have random actions                  parent writes
-total     so many frames are to be made by workers that run free         parent writes
-rest      workers that run free begin no rollout                         parent writes
-leave     workers are asked to leave, after the step they are in         parent writes
-claimed   frames each worker has begun on                                its worker, the file locked while it adds;
+stop      rollouts end after the current step                            parent writes, or a worker's interruptor
+random    number of first frames of the run that have random actions     parent writes
+total     number of frames that free-running workers are to collect      parent writes
+rest      free-running workers begin no rollout                          parent writes
+leave     workers exit after their current step                          parent writes
+claimed   frames each worker has begun to collect                        its worker, the file locked while it adds;
                                                                          the parent, while that worker rests or is gone
-step      where each worker is in its rollout                            its worker writes
-lane      which of its lanes is being stepped, if it can tell            its worker writes
-made      frames and rollouts each worker has finished, running free     its worker writes
-told      what each worker has counted                                   its worker writes
+step      position of each worker in its rollout                         its worker writes
+lane      the lane that is being stepped, if the env can tell            its worker writes
+made      frames and rollouts each free-running worker has finished      its worker writes
+told      the counts of each worker (`stats`)                            its worker writes
 ended     its episodes, a ring of rows                                   its worker writes, then counts them
-read      how many of them were taken                                    parent writes
+read      how many of these episodes the parent has taken                parent writes
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from reap.core.measuring.episode_log import COLUMNS, Episodes, UntoldEpisodes
 from reap.core.shared_slots import SharedFile
 from reap.core.stats import TOLD, numbers_of, stats_of
 
-NOWHERE = -1  # the step of a worker that is in no rollout
-BETWEEN = -2  # of one that is in a rollout, but in no step of it: hooks, weights, postproc, writing to a buffer
+NOWHERE = -1  # the step of a worker outside a rollout
+BETWEEN = -2  # the step of a worker in a rollout, but between steps: hooks, weights, postproc, writing
 _FLAGS = 5
-_RING = 8192  # episodes of a worker there is room for; pages nobody touches cost nothing
-_WORDS = 7  # of each worker
+_RING = 8192  # room for episodes of one worker; untouched pages cost no memory
+_WORDS = 7  # columns of 64-bit integers per worker
 
 
 class _Flag:
-    """A number that the parent writes, as an attribute."""
+    """A descriptor for one of the numbers that all workers share."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def __get__(self, of: SharedCounters, kind: type | None = None) -> int:
-        return int(of.flags[self._index])
+    def __get__(self, counters: SharedCounters, kind: type | None = None) -> int:
+        return int(counters.flags[self._index])
 
-    def __set__(self, of: SharedCounters, value: int) -> None:
-        of.flags[self._index] = value
+    def __set__(self, counters: SharedCounters, value: int) -> None:
+        counters.flags[self._index] = value
 
 
 class SharedCounters:
-    """The counters, as one process sees them."""
+    """One process's view of the counters."""
 
     stop, random, total, rest, leave = map(_Flag, range(_FLAGS))
 
@@ -55,11 +55,14 @@ class SharedCounters:
         self.file, self.flags = file, words[:_FLAGS]
         each = words[_FLAGS:][: _WORDS * workers].reshape(_WORDS, workers)
         self.claimed, self.step, self.lane, self._frames, self._rollouts, self._count, self._read = each
-        told, ended = np.split(words[_FLAGS + _WORDS * workers :].view(np.float64), [workers * len(TOLD)])
-        self._told, self._ended = told.reshape(workers, len(TOLD)), ended.reshape(workers, _RING, len(COLUMNS))
+        stats, ended = np.split(words[_FLAGS + _WORDS * workers :].view(np.float64), [workers * len(TOLD)])
+        self._stats, self._ended = stats.reshape(workers, len(TOLD)), ended.reshape(workers, _RING, len(COLUMNS))
 
     def claim(self, worker: int, frames: int, *, most: int) -> int | None:
-        """Begin on so many frames, if fewer than `most` are claimed: how many were. Nobody else claims meanwhile."""
+        """Claim `frames` frames, if fewer than `most` are claimed; return how many were claimed before, or None.
+
+        The file is locked meanwhile, so that no other worker claims the same frames.
+        """
         if self.claimed.sum() >= most:
             return None
         with self.file.locked():
@@ -70,39 +73,39 @@ class SharedCounters:
         return before
 
     def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any], untold: UntoldEpisodes) -> None:
-        """A rollout is where it belongs. What was claimed and not made is for others to make.
+        """Count a rollout that was written, and release the frames that were claimed but not collected.
 
-        Episodes for which there is no room, as nobody has taken the others yet, are left with the `untold`.
+        Episodes stay in `untold` if there is no room for them because the parent has not taken earlier ones.
         """
         self.claimed[worker] += frames - claimed
-        self._told[worker] = numbers_of(stats)
+        self._stats[worker] = numbers_of(stats)
         self.tell_ended(worker, untold)
         self._rollouts[worker] += 1
-        self._frames[worker] += frames  # last: who has seen all frames has seen all else
+        self._frames[worker] += frames  # last: a reader of the new frame count can also read everything else
 
     def tell_ended(self, worker: int, untold: UntoldEpisodes) -> None:
-        """Write down episodes that have ended, as many as there is room for."""
+        """Move finished episodes from `untold` to the ring, as many as there is room for."""
         count, episodes = int(self._count[worker]), untold.take()
         room = _RING - (count - int(self._read[worker]))
         if len(episodes) > room:
             untold.add(episodes[room:])
             episodes = episodes[:room]
         self._ended[worker, (count + np.arange(len(episodes))) % _RING] = episodes
-        self._count[worker] = count + len(episodes)  # last: who has seen it may read them
+        self._count[worker] = count + len(episodes)  # last: a reader of the count may read the rows
 
     def made(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Frames and rollouts of each worker: `[2, workers]`, a copy."""
+        """Return a copy of the frames and rollouts of each worker: `[2, workers]`."""
         return np.stack([self._frames, self._rollouts])
 
     def take_ended(self, worker: int) -> Episodes:
-        """Return the episodes of a worker that have ended since this was asked before."""
+        """Return the episodes of a worker that have ended since the last call."""
         count = int(self._count[worker])
         found: Episodes = self._ended[worker, np.arange(self._read[worker], count) % _RING]
-        self._read[worker] = count  # last: what is there may be written over from here on
+        self._read[worker] = count  # last: the worker may overwrite these rows from here on
         return found
 
     def stats(self, worker: int) -> dict[str, Any]:
-        """Return what it has to say; empty before its first rollout."""
+        """Return the counts of a worker; empty before its first rollout."""
         if not self._rollouts[worker]:
             return {}
-        return stats_of(self._told[worker])
+        return stats_of(self._stats[worker])

@@ -1,10 +1,10 @@
-"""SharedMemoryTransport: workers that are processes of this machine, with slots and weights in memory both sides see.
+"""SharedMemoryTransport: worker processes on this machine, with slots and weights in shared memory.
 
-    free pipe   a slot number ──► worker       permission to fill it: one atomic write
+    free pipe   a slot number ──► worker       permission to fill that slot: one atomic write
     connection  calls ──► worker, answers and "full" ◄── worker
     files       slots, weights (one block, read by all), counters
 
-The parent waits on connections *and* sentinels: a death is seen when it happens. Nothing here runs in a thread.
+The parent waits on connections *and* sentinels, so it notices a death when it happens. There are no threads here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from reap.backends.local.local_transport import LocalTransport
 from reap.backends.local.process_worker import run_worker
 from reap.backends.worker_handle import WorkerHandle
 
-_LAST_WORDS = 0.2  # seconds a worker that has raised something has to close its env
+_CLOSE_TIME = 0.2  # seconds that a worker that raised has to close its env
 
 
 class SharedMemoryTransport(LocalTransport):
-    """Reaches workers that are children of this process."""
+    """Runs workers as child processes."""
 
     def __init__(self, *, start_method: StartMethod = "forkserver", buffer: Sequence[int] = ()) -> None:
         super().__init__(buffer=buffer)
@@ -79,13 +79,13 @@ class SharedMemoryTransport(LocalTransport):
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         if hasattr(self, "counters"):
-            self.counters.leave = True  # before the signal, which then waits for the end of a step
+            self.counters.leave = True  # before the signal: the worker then exits after its current step
         living = [worker for worker in workers if not worker.dropped]
         connections = [worker.connection for worker in living if isinstance(worker.connection, ProcessConnection)]
         for connection in connections:
             connection.hang_up()
-            connection.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
-            connection.child.signal(signal.SIGCONT)  # or stopped: now it hears that
+            connection.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout that is no longer wanted
+            connection.child.signal(signal.SIGCONT)  # it may be stopped: now it receives SIGTERM
         end([connection.child for connection in connections], patience=LAST_STEP, deadline=DEADLINE)
         if self._selector is not None:
             self._selector.close()
@@ -93,11 +93,11 @@ class SharedMemoryTransport(LocalTransport):
 
 
 class ProcessConnection(WorkerConnection):
-    """The parent's ends of what ties it to a worker's process. A fork of the parent gives it no slots."""
+    """The parent's connection to a worker process. A fork of the parent cannot give it slots."""
 
     def __init__(self, index: int, child: Child, free: int, selector: selectors.BaseSelector) -> None:
         self.index, self.child, self._free, self._selector = index, child, free, selector
-        self._talk, self._owner = Conversation(child), os.getpid()
+        self._conversation, self._owner = Conversation(child), os.getpid()
         selector.register(child.sentinel, selectors.EVENT_READ, self)
         selector.register(child.line, selectors.EVENT_READ, self)
         self.flush()
@@ -107,37 +107,37 @@ class ProcessConnection(WorkerConnection):
         self.flush()
 
     def flush(self) -> None:
-        """Send on what did not go at once; what is left is sent when its line can take it."""
+        """Send buffered data as far as possible; the rest is sent when the socket is writable again."""
         line = self.child.line
         wanted = selectors.EVENT_READ if line.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
         if self._selector.get_key(line).events != wanted:
             self._selector.modify(line, wanted, self)
 
     def fill(self, slot: int, *, random: bool) -> None:
-        """The worker itself knows whether its actions are random: it counts frames with the others."""
+        """Send a slot number. The worker decides itself whether its actions are random, by the claimed frames."""
         if self._free >= 0 and self._owner == os.getpid():
-            with contextlib.suppress(BrokenPipeError):  # it is gone; whoever waits for it finds out
+            with contextlib.suppress(BrokenPipeError):  # it is gone, which the next `hear` reports
                 os.write(self._free, bytes([slot]))
 
-    def hear(self) -> tuple[list[Any], bool]:
-        gone = self._talk.hear()
-        said = list(self._talk.inbox)
-        self._talk.inbox.clear()
-        return said, gone
+    def receive(self) -> tuple[list[Any], bool]:
+        gone = self._conversation.hear()
+        messages = list(self._conversation.inbox)
+        self._conversation.inbox.clear()
+        return messages, gone
 
     def retire(self) -> None:
-        """End its process at once: it has failed, whatever it may still be doing."""
+        """End its process at once, whatever it is still doing: it has failed."""
         for part in (self.child.sentinel, self.child.line):
-            with contextlib.suppress(KeyError, ValueError):  # it was retired before
+            with contextlib.suppress(KeyError, ValueError):  # it was retired already
                 self._selector.unregister(part)
         self.hang_up()
-        if not self.child.gone(_LAST_WORDS):  # one that raised closes its env now
+        if not self.child.gone(_CLOSE_TIME):  # a worker that raised closes its env now
             self.child.signal(signal.SIGKILL)
         end([self.child], patience=0.0, deadline=DEADLINE)
 
     def hang_up(self) -> None:
-        """Give no more slots, and say no more."""
-        fd, self._free = self._free, -1  # first: nobody may write to a number that is somebody else's
+        """Close the free pipe and the connection: no more slots, no more calls."""
+        fd, self._free = self._free, -1  # first: the descriptor number may be reused once it is closed
         if fd >= 0:
             os.close(fd)
         self.child.line.close()

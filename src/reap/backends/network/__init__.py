@@ -1,1 +1,1 @@
-"""Connections between machines: listeners that ask for a secret, signed messages, node agents and their launchers."""
+"""Connections between machines: authenticated listeners, signed messages, node agents and their launchers."""

@@ -1,13 +1,13 @@
-"""AuthenticatedListener: what listens to other machines. Nothing is read from anybody who does not know the secret.
+"""AuthenticatedListener: accepts connections of other machines. It reads nothing from a peer without the secret.
 
-    peer ── dial ──► listener (see reap/_system/listener.py) ──► what the peer asked for
+    peer ── dial ──► listener (see reap/_system/listener.py) ──► the service the peer requested
                        └── a stranger: refused, logged
 
     program ──► tunnel (loopback) ──► listener of another machine ──► port (loopback) ──► program
 
-Behind a listener everything listens on the loopback address alone: stores and agents that know no secrets. Gloo's data
-connections are the exception: they listen on the address that was named. Who is in a group is agreed upon in the store,
-and pickles that come that way are signed.
+Services behind a listener (stores and agents, which check no secret) listen on the loopback address alone. Gloo's data
+connections are the exception: they listen on the address the user named. Members of a gloo group find each other
+through the store, and pickles that arrive over gloo are signed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from reap._system.listener import Listener, Visitor, dial, settled, woken_select
 from reap.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
-_PIECE = 1 << 20  # bytes carried at once
+_CHUNK = 1 << 20  # bytes relayed at once
 _log = logging.getLogger("reap")
 
 Service = Callable[[Visitor], None]
 
 
 class _Listening:
-    """A port, and the relay that carries bytes for those who connected to it."""
+    """A listening port, and the relay that carries bytes for its connections."""
 
     def __init__(self, host: str, port: int, name: str, secret: bytes | None) -> None:
         try:
@@ -44,7 +44,7 @@ class _Listening:
             self._relay = SocketRelay(name)
             made.callback(self._relay.close)
             self._listener = Listener(listening, name, secret, self._receive, self._knows)
-            made.pop_all()  # it is here to stay
+            made.pop_all()  # all succeeded: close nothing
 
     def _receive(self, visitor: Visitor, service: str) -> None:
         raise NotImplementedError
@@ -53,13 +53,13 @@ class _Listening:
         return True
 
     def close(self) -> None:
-        """Stop listening, and end every connection that was made here."""
+        """Stop listening, and end all relayed connections."""
         self._listener.close()
         self._relay.close()
 
 
 class AuthenticatedListener(_Listening):
-    """Listens on an address the user has named. `services` say what visitors can ask for."""
+    """Listens on an address that the user named. `services` holds what visitors can request, by name."""
 
     def __init__(self, host: str, port: int, secret: bytes, services: Mapping[str, Service]) -> None:
         self._services = services
@@ -71,7 +71,7 @@ class AuthenticatedListener(_Listening):
     def _receive(self, visitor: Visitor, service: str) -> None:
         self._services[service](visitor)
 
-    def lead_to(self, port: int) -> Service:
+    def forward_to(self, port: int) -> Service:
         """Return a service that connects visitors to a port of the loopback address."""
 
         def serve(visitor: Visitor) -> None:
@@ -84,7 +84,7 @@ class AuthenticatedListener(_Listening):
 
 
 class Tunnel(_Listening):
-    """A port of the loopback address that leads through the listener of another machine."""
+    """A port of the loopback address whose connections lead to a service behind another machine's listener."""
 
     def __init__(self, host: str, port: int, secret: bytes, service: str, *, at: int = 0) -> None:
         self._to = ((host, port), secret, service)
@@ -99,28 +99,28 @@ class Tunnel(_Listening):
 
 
 class _Direction:
-    """One direction of a pair of sockets: what was read from one and not yet taken by the other."""
+    """One direction of a socket pair, with the bytes read from `source` and not yet sent to `sink`."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
         self.source, self.sink = source, sink
-        self.rest, self.ended = memoryview(b""), False
+        self.pending, self.ended = memoryview(b""), False
 
 
 class SocketRelay:
-    """Carries bytes both ways between pairs of sockets, in one thread, never more than it can hand on."""
+    """Carries bytes both ways between pairs of sockets, in one thread; it reads no more than it can send on."""
 
     def __init__(self, name: str) -> None:
-        self._ways: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it, and to it
+        self._directions: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it and to it
         self._new: list[tuple[socket.socket, socket.socket]] = []
-        self._room, self._lock, self._open = bytearray(_PIECE), threading.Lock(), True
+        self._buffer, self._lock, self._open = bytearray(_CHUNK), threading.Lock(), True
         with contextlib.ExitStack() as made, enough_room("what carries bytes between machines"):
             self._selector, self._wake, self._waker = woken_selector(made)
             self._thread = threading.Thread(target=self._run, name=f"reap-relay-{name}", daemon=True)
             self._thread.start()
-            made.pop_all()  # it is here to stay
+            made.pop_all()  # all succeeded: close nothing
 
     def join(self, one: socket.socket, other: socket.socket) -> None:
-        """Carry bytes between these two from now on, until one of them ends."""
+        """Carry bytes between two sockets until one of them is closed."""
         with self._lock:
             if self._open:
                 self._new.append((one, other))
@@ -130,7 +130,7 @@ class SocketRelay:
         other.close()
 
     def close(self) -> None:
-        """End all connections, and the thread."""
+        """Close all connections and end the thread."""
         with self._lock:
             self._open = False
             self._waker.send(b"!")
@@ -138,9 +138,9 @@ class SocketRelay:
         for one, other in self._new:
             one.close()
             other.close()
-        for end in (*self._ways, self._wake, self._waker):
+        for end in (*self._directions, self._wake, self._waker):
             end.close()
-        self._ways.clear()
+        self._directions.clear()
         self._selector.close()
 
     def _run(self) -> None:
@@ -149,7 +149,7 @@ class SocketRelay:
                 if key.fileobj is self._wake:
                     self._wake.recv(4096)
                     self._take_in()
-                elif key.fileobj in self._ways:
+                elif key.fileobj in self._directions:
                     self._serve(key.fileobj, events)
 
     def _take_in(self) -> None:
@@ -157,44 +157,44 @@ class SocketRelay:
             new, self._new = self._new, []
         for one, other in new:
             there, back = _Direction(one, other), _Direction(other, one)
-            for end, ways in ((one, (there, back)), (other, (back, there))):
+            for end, directions in ((one, (there, back)), (other, (back, there))):
                 end.setblocking(False)
-                self._ways[end] = ways
+                self._directions[end] = directions
                 self._selector.register(end, selectors.EVENT_READ)
 
     def _serve(self, end: socket.socket, events: int) -> None:
-        out, back = self._ways[end]  # from this end, and to it
+        out, back = self._directions[end]  # the directions from this end and to it
         try:
             if events & selectors.EVENT_WRITE:
                 self._push(back)
-            if events & selectors.EVENT_READ and not out.rest and not out.ended:
+            if events & selectors.EVENT_READ and not out.pending and not out.ended:
                 with contextlib.suppress(BlockingIOError):
-                    got = end.recv_into(self._room)
+                    got = end.recv_into(self._buffer)
                     out.ended = got == 0
-                    out.rest = memoryview(self._room)[:got]
+                    out.pending = memoryview(self._buffer)[:got]
                     self._push(out, fresh=True)
-            if out.ended and not out.rest:
-                raise ConnectionError  # an end that is over takes the other along
-            self._look_at(out)
+            if out.ended and not out.pending:
+                raise ConnectionError  # when one end is closed, the other is closed too
+            self._update_selector(out)
         except OSError:
             for one in (out.source, out.sink):
-                self._ways.pop(one, None)
+                self._directions.pop(one, None)
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(one)
                 one.close()
 
-    def _push(self, way: _Direction, *, fresh: bool = False) -> None:
+    def _push(self, direction: _Direction, *, fresh: bool = False) -> None:
         with contextlib.suppress(BlockingIOError):
-            while way.rest:
-                way.rest = way.rest[way.sink.send(way.rest) :]
-        if fresh and way.rest:
-            way.rest = memoryview(bytes(way.rest))  # the room is for the next
+            while direction.pending:
+                direction.pending = direction.pending[direction.sink.send(direction.pending) :]
+        if fresh and direction.pending:
+            direction.pending = memoryview(bytes(direction.pending))  # the buffer is reused for the next read
 
-    def _look_at(self, way: _Direction) -> None:
-        """Read where there is room, write where there is something left."""
-        for end in (way.source, way.sink):
-            out, back = self._ways[end]
-            wanted = (selectors.EVENT_READ if not out.rest else 0) | (selectors.EVENT_WRITE if back.rest else 0)
+    def _update_selector(self, direction: _Direction) -> None:
+        """Select for reading where no bytes are pending, and for writing where some are."""
+        for end in (direction.source, direction.sink):
+            out, back = self._directions[end]
+            wanted = (selectors.EVENT_READ if not out.pending else 0) | (selectors.EVENT_WRITE if back.pending else 0)
             if wanted == 0:
                 if end in self._selector.get_map():
                     self._selector.unregister(end)

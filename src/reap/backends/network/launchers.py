@@ -1,10 +1,10 @@
-"""Launchers: how workers on other machines come to a collector. They join; it waits for them.
+"""Launchers: how workers on other machines are started. Their nodes connect to the collector, which waits for them.
 
-    "join"              somebody starts `python -m reap.join` on each machine: by hand, torchrun, srun
-    "submitit"          the collector submits jobs that join
-    "submitit_delayed"  jobs that join were submitted along with the one the collector runs in
+    "join"              the user starts `python -m reap.join` on each machine: by hand, torchrun, srun
+    "submitit"          the collector submits jobs that join it
+    "submitit_delayed"  jobs that join were submitted together with the job in which the collector runs
 
-Each knows the address at which the collector listens, and the secret.
+Each node knows the address at which the collector listens, and the secret.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ DEFAULT_SLURM_CONF = {
     "slurm_gpus_per_node": 0,
 }
 LAUNCHERS = ("mp", "join", "submitit", "submitit_delayed")
-PATIENCE = 600.0  # seconds until all nodes must be there
-_LEAST = 16  # bytes of a secret
-_meeting: Path | None = None  # in a job of `submitit_delayed_launcher`: where its workers look for the address
+PATIENCE = 600.0  # seconds within which all nodes must have connected
+_MIN_BYTES = 16  # least bytes of a secret
+# In a job of `submitit_delayed_launcher`: the folder in which nodes look for the address.
+_meeting_folder: Path | None = None
 
 
 def new_secret(path: Path) -> None:
-    """A file that only this user can read, with a secret for one or many runs."""
+    """Create a file with a new secret that only this user can read. It serves any number of runs."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -49,7 +50,7 @@ def new_secret(path: Path) -> None:
 
 
 def read_secret(path: str | os.PathLike[str] | None) -> bytes:
-    """Return what is in a file that only this user can read."""
+    """Return the secret in a file, which only this user may be able to read."""
     if path is None:
         raise UsageError("secret_file is missing: python -m reap.join --new-secret FILE makes one")
     try:
@@ -58,14 +59,14 @@ def read_secret(path: str | os.PathLike[str] | None) -> bytes:
         raise UsageError(f"secret_file {path} cannot be read ({error.strerror})") from None
     if stat.S_IMODE(mode) & 0o077:
         raise UsageError(f"secret_file {path} is open to other users; chmod 600 {path}")
-    if len(secret) < _LEAST:
-        raise UsageError(f"secret_file {path} holds {len(secret)} bytes; a secret has at least {_LEAST}")
+    if len(secret) < _MIN_BYTES:
+        raise UsageError(f"secret_file {path} holds {len(secret)} bytes; a secret has at least {_MIN_BYTES}")
     return secret
 
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """Where a collector listens for workers, and who starts them."""
+    """Where a collector listens for nodes, and which launcher starts them."""
 
     launcher: str
     listen: str = LOOPBACK
@@ -75,7 +76,7 @@ class NodeSettings:
     patience: float = PATIENCE
 
     def open(self, count: int, store: int, wake: Callable[[], None]) -> NodePool:
-        """Listen for nodes; with submitit, also submit a job for each of so many workers."""
+        """Listen for nodes; with submitit, also submit `count` jobs, one for each worker."""
         if self.launcher == "submitit":
             return _Submitted(self, count, store, wake)
         if self.launcher == "submitit_delayed":
@@ -100,9 +101,9 @@ class NodePool:
         *,
         spares: bool = False,
     ) -> list[NodeProcess]:
-        """Wait for as many places as there are jobs (`wait` returns now and then), and start all.
+        """Wait until nodes offer as many places as there are jobs, then start all; `wait(seconds)` sleeps meanwhile.
 
-        `spares`: whoever came and is not needed stays, and may be needed later.
+        `spares`: keep nodes that are not needed now for replacements.
         """
         registry, until = self.registry, time.monotonic() + self._nodes.patience
         while (found := registry.places) < len(jobs):
@@ -114,7 +115,7 @@ class NodePool:
                 )
             wait(min(1.0, max(0.0, until - time.monotonic())))
         node_processes = []
-        for i, job in enumerate(jobs):  # a node may have left since it was counted
+        for i, job in enumerate(jobs):  # a node may have left after it was counted
             left = max(0.0, until - time.monotonic())
             node_processes.append(registry.start(i, transport, job, more[i], on_end, left))
         if not spares:
@@ -124,27 +125,27 @@ class NodePool:
     def replace(
         self, index: int, job: bytes, transport: str, more: Any, on_end: Callable[[NodeProcess], None]
     ) -> NodeProcess:
-        """Start another in the place of one that ended: at once if there is room for it, else when a node has come."""
-        if self.registry.nobody_came:
+        """Start a replacement for a worker that has ended: at once in a free place, else when a node connects."""
+        if self.registry.no_node_came:
             raise ConnectionError("nobody here can start another")
         found = self.registry.start(index, transport, job, more, on_end, self._nodes.patience)
         if self.registry.wanted:
-            self.send_for_one()
+            self.request_node()
         return found
 
-    def send_for_one(self) -> None:
-        """Submit a job for one more node, where this launcher submits jobs; others wait for somebody to start one."""
+    def request_node(self) -> None:
+        """Submit a job for one more node, if this launcher submits jobs; else the user has to start a node."""
 
     def check(self) -> None:
-        """Raise if some will never come."""
+        """Raise if some nodes will never connect."""
 
     def close(self, patience: float) -> None:
-        """Let all nodes end."""
+        """End all nodes."""
         self.registry.close(patience)
 
 
 class _Submitted(NodePool):
-    """Nodes that are jobs submitted by the collector."""
+    """Nodes that run in jobs the collector submits."""
 
     def __init__(self, nodes: NodeSettings, count: int, store: int, wake: Callable[[], None]) -> None:
         conf = {"folder": "reap-jobs", **DEFAULT_SLURM_CONF, **nodes.slurm}
@@ -168,10 +169,10 @@ class _Submitted(NodePool):
     def _submit(self) -> Any:
         return self._executor.submit(join, self.registry.host, self.registry.port, str(self._secret_file))
 
-    def send_for_one(self) -> None:
+    def request_node(self) -> None:
         try:
             self._jobs = [job for job in self._jobs if not job.done()] + [self._submit()]
-        except Exception as error:  # of whatever kind submitit, or who schedules jobs, has
+        except Exception as error:  # of any class that submitit or its scheduler raises
             raise ConnectionError(f"no other job could be submitted: {error}") from error
 
     def check(self) -> None:
@@ -185,28 +186,28 @@ class _Submitted(NodePool):
         self._secret_file.unlink(missing_ok=True)
         until = time.monotonic() + patience
         while not all(job.done() for job in self._jobs) and time.monotonic() < until:
-            time.sleep(0.02)  # submitit looks into files: there is nothing to wait on
+            time.sleep(0.02)  # submitit polls files: there is nothing to wait on
         for job in self._jobs:
             if not job.done():
                 job.cancel()
 
 
 class _Delayed(NodePool):
-    """Nodes that were submitted before the collector was there."""
+    """Nodes that run in jobs submitted before the collector was started."""
 
     def __init__(self, nodes: NodeSettings, store: int, wake: Callable[[], None]) -> None:
-        if _meeting is None:
+        if _meeting_folder is None:
             raise UsageError("launcher 'submitit_delayed' works in a function under submitit_delayed_launcher")
-        meeting = json.loads((_meeting / "jobs").read_text())
+        meeting = json.loads((_meeting_folder / "jobs").read_text())
         if meeting["cluster"] != "local" and nodes.listen == LOOPBACK:
             raise UsageError("launcher 'submitit_delayed': name the address that nodes reach, listen='10.…'")
         nodes = nodes if nodes.port else replace(nodes, port=meeting["port"])
-        super().__init__(nodes, read_secret(_meeting / "secret"), store, wake)
-        write_json(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
+        super().__init__(nodes, read_secret(_meeting_folder / "secret"), store, wake)
+        write_json(_meeting_folder / "address", {"host": self.registry.host, "port": self.registry.port})
 
 
 def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
-    """Of submitit: SLURM where it is, else processes of this machine."""
+    """Return a submitit executor: of SLURM where that is available, else of processes on this machine."""
     try:
         import submitit
     except ImportError:
@@ -220,7 +221,7 @@ def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
 
 
 def write_json(path: Path, what: Any) -> None:
-    """Write a file that is there whole, or not at all."""
+    """Write a JSON file atomically: readers see it whole, or not at all."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(what))
     part.rename(path)
@@ -236,7 +237,7 @@ def join(
     patience: float = PATIENCE,
     again: bool = False,
 ) -> str:
-    """Be a node until the collector ends: says why it did. `again`: then wait for the next."""
+    """Run a node until the collector ends, and return why it ended. `again`: wait for the next collector then."""
     secret = read_secret(secret_file)
     while again:
         NodeAgent(host, port, secret, workers=workers, listen=listen, patience=patience).run()
@@ -244,21 +245,21 @@ def join(
 
 
 def join_later(folder: str) -> str:
-    """Be a node of the collector that will write its address into this folder."""
+    """Run a node for the collector that will write its address into this folder."""
     address, until = Path(folder) / "address", time.monotonic() + PATIENCE
     while not address.exists():
         if time.monotonic() > until:
             raise ConnectionError(f"no collector wrote its address to {address} within {PATIENCE:.0f} s")
-        time.sleep(0.1)  # a file system that machines share: there is nothing to wait on
+        time.sleep(0.1)  # a file system shared by machines: there is nothing to wait on
     found = json.loads(address.read_text())
     return join(found["host"], found["port"], f"{folder}/secret")
 
 
 def run_at_meeting(folder: str, path: Sequence[str], main: Callable[[], Any]) -> Any:
-    """Run the job in which the collector of a meeting lives."""
-    global _meeting
+    """Run `main` in the job whose collector finds its nodes through `folder`."""
+    global _meeting_folder
     sys.path.extend(entry for entry in path if entry not in sys.path)
-    _meeting = Path(folder)
+    _meeting_folder = Path(folder)
     with contextlib.ExitStack() as after:
-        after.callback(lambda: (_meeting / "address").unlink(missing_ok=True))
+        after.callback(lambda: (_meeting_folder / "address").unlink(missing_ok=True))
         return main()

@@ -1,4 +1,4 @@
-"""A store of torch.distributed that listens on the loopback address alone; by itself it would on all there are."""
+"""A store of torch.distributed that listens on the loopback address alone; by default it listens on all addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reap.errors import UsageError
 
 
 def loopback_store(port: int, timeout: timedelta) -> TCPStore:
-    """At this port, or any if it is 0."""
+    """Return a store that listens at this port, or at any free port if it is 0."""
     try:
         listening = socket.create_server((LOOPBACK, port), backlog=1024)
     except OSError as error:

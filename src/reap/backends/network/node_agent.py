@@ -1,9 +1,9 @@
-"""NodeAgent: runs workers of this machine for a collector elsewhere. It ends its workers when the collector is gone.
+"""NodeAgent: runs workers on this machine for a collector on another. It ends them when the collector is gone.
 
     collector's listener ◄── connection ── node ── child: worker 0
                its store ◄── tunnel ────────┘ └─── child: worker 1
 
-How a worker ends, and where it hangs, is told as if it were a child of the collector.
+It reports to the collector how a worker ends, and where it hangs, as for a child process of the collector.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from reap.backends.network.authenticated_listener import Tunnel
 from reap.backends.network.node_connection import NodeConnection
 from reap.errors import ReapError, UsageError
 
-_TRANSPORTS = {  # what a worker can be: imported by itself, so that a node is light
+_TRANSPORTS = {  # entry points of workers, imported only in the worker, so that a node stays small
     "gloo": "reap.backends.remote.gloo_worker:run_gloo_on_node",
     "rpc": "reap.backends.remote.rpc_worker:run_rpc_on_node",
 }
 
 
 def run_secret(secret: bytes, run: str) -> bytes:
-    """Return the secret of one run: what was signed for another run is refused in this one."""
+    """Return the secret of one run, so that messages signed in another run are refused."""
     return hmac.digest(secret, f"run|{run}".encode(), "sha256")
 
 
 class NodeAgent:
-    """Runs so many workers for the collector at an address."""
+    """Runs `workers` workers for the collector at an address."""
 
     def __init__(self, host: str, port: int, secret: bytes, *, workers: int, listen: str | None, patience: float):
         if workers < 1:
@@ -47,19 +47,21 @@ class NodeAgent:
         self._secret, self._workers = secret, workers
         self._messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
-        get_ready()  # while we wait
-        visitor = _patiently(host, port, secret, patience)
-        self.listen = listen or visitor.socket.getsockname()[0]  # on the network by which the collector was named
+        get_ready()  # starts the fork server while we wait
+        visitor = _dial_patiently(host, port, secret, patience)
+        self.listen = listen or visitor.socket.getsockname()[0]  # this machine's address on the collector's network
         self._tunnel = Tunnel(host, port, secret, "store")
-        self._connection = NodeConnection(visitor, self._hear, lambda why: self._hear({"end": why}, b""))
-        self._children: dict[int, Child] = {}  # by the number that the collector gave each
+        self._connection = NodeConnection(
+            visitor, self._queue_message, lambda why: self._queue_message({"end": why}, b"")
+        )
+        self._children: dict[int, Child] = {}  # by the number that the collector has given each
 
-    def _hear(self, message: Mapping[str, Any], data: bytes) -> None:
+    def _queue_message(self, message: Mapping[str, Any], data: bytes) -> None:
         self._messages.put((message, data))
         self._waker.send(b"!")
 
     def run(self) -> str:
-        """Run workers until the collector ends, or has no use for this node; returns why."""
+        """Run workers until the collector ends or does not need this node; return the reason."""
         self._connection.start()
         self._connection.send(workers=self._workers, listen=self.listen)
         why = None
@@ -72,9 +74,9 @@ class NodeAgent:
                     child.release()
                 while why is None and not self._messages.empty():
                     self._wake.recv(1)
-                    why = self._obey(*self._messages.get())
+                    why = self._execute(*self._messages.get())
         finally:
-            self._tunnel.close()  # first: who waits for the store waits in native code, and hears no signal
+            self._tunnel.close()  # first: workers that wait for the store are in native code and handle no signals
             for child in self._children.values():
                 child.signal(signal.SIGTERM)
             end(self._children.values(), patience=0.6 * DEADLINE, deadline=DEADLINE)
@@ -83,7 +85,7 @@ class NodeAgent:
             self._waker.close()
         return why
 
-    def _obey(self, message: Mapping[str, Any], data: bytes) -> str | None:
+    def _execute(self, message: Mapping[str, Any], data: bytes) -> str | None:
         match message:
             case {"start": number, "index": index, "transport": transport, "run": run, "more": more}:
                 address = {"port": self._tunnel.port, "secret": run_secret(self._secret, run), "listen": self.listen}
@@ -92,7 +94,7 @@ class NodeAgent:
                 )
                 try:
                     child = Child(pack_bytes(target, "a worker"), name=f"reap-worker-{index}")
-                except ReapError as error:  # there is no room for it; the others go on
+                except ReapError as error:  # it could not be started; the other workers continue
                     self._connection.send(gone=number, how=str(error), stack="")
                     return None
                 self._children[number] = child
@@ -110,13 +112,13 @@ class NodeAgent:
 
 
 def _run(connection: Any, fds: Any, *, transport: str, **job: Any) -> None:
-    """The life of a worker."""
+    """Run a worker process with the entry point of its transport."""
     module, name = transport.split(":")
     getattr(importlib.import_module(module), name)(connection, fds, **job)
 
 
-def _patiently(host: str, port: int, secret: bytes, patience: float) -> Any:
-    """Dial the collector, which may start after its nodes."""
+def _dial_patiently(host: str, port: int, secret: bytes, patience: float) -> Any:
+    """Connect to the collector, which may start later than its nodes."""
     until = time.monotonic() + patience
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Signed messages: bytes that only somebody with the same secret can have written, for this place and no other.
+"""Signed messages: bytes that only a peer with the same secret can have written, and only for one place.
 
-Pickles are read from peers that were started with the secret. What a stranger writes is refused before it is looked at.
+Pickles are read from peers that were started with the secret. Bytes of a stranger are refused before they are parsed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ _log = logging.getLogger("reap")
 
 
 class Forged(ConnectionError):
-    """A message whose signature is not right."""
+    """A message has a wrong signature."""
 
 
 class MessageSigner:
-    """Signs messages with a secret that both sides know, and checks the signatures of those that come."""
+    """Signs outgoing messages with a secret that both sides know, and checks the signatures of incoming ones."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     def sign(self, data: bytes, place: str) -> bytes:
-        """Return the data behind its signature. `place` says what and which it is, so that it cannot be replayed."""
+        """Return the signature followed by the data. `place` identifies the message, so that it cannot be replayed."""
         return self._signature(data, place) + data
 
     def verified(self, signed: bytes, place: str) -> bytes:
-        """Return the data of a signed message; `Forged` if its signature is not right."""
+        """Return the data of a signed message; raise `Forged` if its signature is wrong."""
         signature, data = signed[:_SIZE], signed[_SIZE:]
         if not hmac.compare_digest(signature, self._signature(data, place)):
             _log.warning("refused %d bytes that claim to be %s: they were not written by a peer", len(signed), place)

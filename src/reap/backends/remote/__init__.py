@@ -1,1 +1,1 @@
-"""Workers that data is sent to and from: Ray actors, torch RPC, torch.distributed with gloo."""
+"""Remote workers, which exchange messages with the parent: Ray actors, torch RPC, torch.distributed with gloo."""

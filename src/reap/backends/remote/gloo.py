@@ -1,12 +1,12 @@
-"""torch.distributed: workers that are reached over the network by gloo; one tensor per slot, received where it stays.
+"""torch.distributed: workers reached over the network by gloo; each rollout is one tensor, received into its slot.
 
-    store (loopback; other machines come through a listener)   ── orders, signed ──►  remote worker
+    store (loopback; other machines connect through a listener)  ── orders, signed ─►  remote worker
     group of two, for each worker                          ◄── header, slot ────  remote worker
     group of all                                           ── weights, broadcast ► remote workers (of nodes; those of
                                                                                    this machine read shared memory)
 
-A thread for each worker receives. It ends when its worker's connection does, or when its node is lost. A broadcast
-needs everybody: where workers may be replaced, or left out, another thread for each sends it the latest weights.
+One thread per worker receives. It ends when the worker's connection ends, or when its node is lost. A broadcast needs
+all workers: where workers may be replaced or dropped, a second thread per worker sends it the latest weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from reap.backends.network.launchers import NodeSettings
 from reap.backends.network.loopback_store import loopback_store
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.gloo_worker import (
-    EVER,
+    FOREVER,
     HERE,
     WEIGHTS,
     Address,
@@ -61,25 +61,25 @@ from reap.backends.worker_handle import WorkerHandle
 from reap.core.slot import Slot
 from reap.errors import WorkerDied
 
-_UNDER_WAY = 2  # messages of weights that may be on their way at a time
-_LOOK = 0.001  # seconds between looks at one that is: gloo wakes nobody who waits for other things too
+_MAX_IN_FLIGHT = 2  # broadcasts of weights that may be in flight at a time
+_POLL = 0.001  # seconds between two polls of a broadcast: gloo has no event to wait on together with others
 
 
 class _OrderStore:
     """The key-value store that carries orders.
 
-    Only this object keeps it alive: when it is closed, workers that wait for an order end.
+    Only this object keeps the store alive: when it is closed, workers that wait for an order end.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def put(self, key: str, value: bytes) -> None:
-        """Put an order where the worker finds it that waits for this key."""
+        """Store an order under the key that its worker waits for."""
         self._store.set(key, value)
 
     def give_up(self, name: str) -> None:
-        """A worker has ended: whoever waits for its first sign need not any more."""
+        """Release the thread that waits for the first sign of a worker, because the worker has ended."""
         if (store := self._store) is not None:
             store.compare_set(f"here/{name}", "", "never")
 
@@ -89,7 +89,7 @@ class _OrderStore:
 
 
 class GlooConnection(MessageConnection):
-    """One worker as it is reached by gloo, and the thread that receives from it."""
+    """The connection to one worker over gloo, with the thread that receives from it."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class GlooConnection(MessageConnection):
         self._address, self._put, self._wakeup = address, orders.put, wakeup
         self._signer = MessageSigner(address.secret)
         self._group: Any = None
-        self._heard = 0  # messages so far
-        self._passing: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # a rollout on its way to lanes of a slot
-        self._to_send: Tensor | None = None  # the latest weights, if they were not sent yet
+        self._messages_received = 0  # messages received so far
+        self._staging: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # receives a rollout for lanes of a slot
+        self._to_send: Tensor | None = None  # the latest weights, until they are sent
         self._new_weights = threading.Condition()
         self._sender: threading.Thread | None = None
         self.thread = threading.Thread(target=self._receive_all, name=f"reap-receiver-{self.index}", daemon=True)
@@ -121,12 +121,12 @@ class GlooConnection(MessageConnection):
 
     def _receive_all(self) -> None:
         try:
-            if self._wait_until_here():
+            if self._wait_for_first_sign():
                 group = self._address.group(f"data/{self._name}", 0, 2)
                 with self._new_weights:
                     self._group = group
                     self._new_weights.notify_all()
-                if getattr(self.child.process, "lost", False):  # meanwhile, when there was no group to abandon
+                if getattr(self.child.process, "lost", False):  # it was lost while there was no group to abandon
                     self.abandon()
                 words = header()
                 while True:
@@ -134,16 +134,16 @@ class GlooConnection(MessageConnection):
                     self.inbox.append(self._receive(group, Header(words)))
                     self._wakeup.wake()
         except (ConnectionError, RuntimeError):
-            pass  # it is gone, or about to be: whoever listens finds out how
+            pass  # it is gone or about to be: the listening thread finds out how
         finally:
             with self._new_weights:
-                self._group, self.over = None, True
+                self._group, self.ended = None, True
                 self._new_weights.notify_all()
             self._wakeup.wake()
             self.child.end_with_connection()
 
     def send_weights(self, packed: Tensor) -> None:
-        """Send these in place of earlier weights that were not sent yet."""
+        """Send weights, in place of earlier ones that were not sent yet."""
         with self._new_weights:
             self._to_send = packed
             self._new_weights.notify_all()
@@ -155,48 +155,48 @@ class GlooConnection(MessageConnection):
         with contextlib.suppress(ConnectionError, RuntimeError):  # it is gone
             while True:
                 with self._new_weights:
-                    self._new_weights.wait_for(lambda: self.over or (self._to_send is not None and self._group))
+                    self._new_weights.wait_for(lambda: self.ended or (self._to_send is not None and self._group))
                     packed, self._to_send, group = self._to_send, None, self._group
-                if self.over:
+                if self.ended:
                     return
                 wait(group.send([packed], 1, WEIGHTS))
 
-    def let_end(self) -> None:
-        self.child.gone()  # whoever waits for its first sign need not
+    def join_threads(self) -> None:
+        self.child.gone()  # releases the thread that waits for its first sign
         for thread in filter(None, (self.thread, self._sender)):
             thread.join(DEADLINE)
 
     def abandon(self) -> None:
-        """Its machine is lost: its connection would stay open for ever."""
+        """Close the connection to a lost machine, which would stay open forever."""
         if (group := self._group) is not None:
             abandon(group, 1)
 
-    def _wait_until_here(self) -> bool:
-        """Wait for its first sign; or until somebody who knows that there will be none calls it off."""
+    def _wait_for_first_sign(self) -> bool:
+        """Wait for the worker's first sign, and return whether it came; `give_up` ends the wait without it."""
         return bytes(self._address.store().get(f"here/{self._name}")) == HERE
 
     def _receive(self, group: Any, head: Header) -> Any:
         if head.rollout:
             self._receive_rollout(group, self.slots[head.slot])
-        place = f"from/{self._name}/{self._heard}"
+        place = f"from/{self._name}/{self._messages_received}"
         more = self._signer.verified(receive(group, 1, head.more), place) if head.more else b""
-        self._heard += 1
+        self._messages_received += 1
         return read(head, more)
 
     def _receive_rollout(self, group: Any, slot: Slot) -> None:
-        """Receive bytes in the slot itself, if it is the worker's own. Lanes of a slot are not one piece of memory."""
+        """Receive directly into the worker's own slot; for lanes of a common slot, which are not contiguous, copy."""
         size = slot.layout.nbytes
         if slot.block.size:
             wait(group.recv([torch.from_numpy(slot.block)], 1, 0))
         elif size:
-            if self._passing is None or self._passing.size != size:
-                self._passing = np.empty(size, np.uint8)
-            wait(group.recv([torch.from_numpy(self._passing)], 1, 0))
-            copy_into_slot(slot, self._passing)
+            if self._staging is None or self._staging.size != size:
+                self._staging = np.empty(size, np.uint8)
+            wait(group.recv([torch.from_numpy(self._staging)], 1, 0))
+            copy_into_slot(slot, self._staging)
 
 
 class GlooTransport(LaunchedTransport):
-    """Reaches workers over torch.distributed, on this machine or on nodes."""
+    """Runs workers on this machine or on nodes, and reaches them over torch.distributed."""
 
     weight_schemes = ("distributed", "per_worker", "none")
     network = "gloo"
@@ -205,7 +205,7 @@ class GlooTransport(LaunchedTransport):
         self, *, nodes: NodeSettings, one_by_one: bool = False, start_method: StartMethod = "forkserver"
     ) -> None:
         super().__init__(nodes=nodes, one_by_one=one_by_one, start_method=start_method)
-        self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._in_flight: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[Tensor] = []
         self._group: Any = None
         self._orders: _OrderStore | None = None
@@ -213,7 +213,7 @@ class GlooTransport(LaunchedTransport):
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
         packed = {worker.index: dumps(worker.job, f"what worker {worker.index} needs") for worker in workers}
         if self._orders is None:
-            self._meet_at(loopback_store(self._nodes.port if self._local else 0, EVER), len(workers))
+            self._open_store(loopback_store(self._nodes.port if self._local else 0, FOREVER), len(workers))
         assert self._orders is not None
         if self._node_pool is None:
             restarts = {worker.index: worker.restarts for worker in workers}
@@ -229,8 +229,8 @@ class GlooTransport(LaunchedTransport):
             connection = GlooConnection(worker, self.sent, child, self._address, self._orders, self.wakeup)
             self.connect(worker, connection, child.sentinel)
 
-    def _meet_at(self, store: Any, count: int) -> None:
-        self._orders = _OrderStore(store)  # first: it is closed with us
+    def _open_store(self, store: Any, count: int) -> None:
+        self._orders = _OrderStore(store)  # first, so that `end` closes it
         if self._local:
             self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
         else:
@@ -247,56 +247,56 @@ class GlooTransport(LaunchedTransport):
         if not self._one_by_one:
             try:
                 self._group = self._address.group("weights", 0, len(self._workers) + 1)
-            except RuntimeError as error:  # one of them has died meanwhile
-                raise self._unsent(error) from None
+            except RuntimeError as error:  # a worker has died meanwhile
+                raise self._send_failure(error) from None
 
     def broadcast(self, packed: Tensor) -> None:
         if self._one_by_one:
             self.send_to_each(packed)
             return
         try:
-            self._under_way.append((join_broadcast(self._group, packed), packed))
+            self._in_flight.append((join_broadcast(self._group, packed), packed))
         except (ConnectionError, RuntimeError) as error:
-            raise self._unsent(error) from None
+            raise self._send_failure(error) from None
 
     def spare(self) -> Tensor | None:
-        """Waits while too many are on their way: before anything is counted, so that Ctrl-C leaves all as it was."""
+        """Wait while too many broadcasts are in flight: before anything is counted, so that Ctrl-C changes nothing."""
         began, logged = time.monotonic(), False
-        while len(self._under_way) >= _UNDER_WAY:
-            work, sent = self._under_way[0]
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            work, sent = self._in_flight[0]
             if work.is_completed():
                 try:
                     wait(work)
                 except ConnectionError as error:
-                    raise self._unsent(error) from None
-                self._under_way.popleft()
+                    raise self._send_failure(error) from None
+                self._in_flight.popleft()
                 self._spare.append(sent)
                 continue
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
             if threading.current_thread() is threading.main_thread():
                 self._interrupts.let_in()
             waited = time.monotonic() - began
             if waited > self._silence.limit and not logged:
-                worker, logged = self._no_taker(), True
+                worker, logged = self._suspect(), True
                 if self._silence.timeout is not None:
                     raise worker.child.silence(waited, self._silence.timeout).at(worker=worker.name)
                 silence.log(f"worker {worker.name}, which is to take new weights,", waited, worker.child.ask_stack())
         return self._spare.pop() if self._spare else None
 
-    def _unsent(self, error: Exception) -> WorkerDied:
+    def _send_failure(self, error: Exception) -> WorkerDied:
         until = time.monotonic() + 1.0
         for worker in self._workers:
             if self._children[worker.index].gone(max(0.0, until - time.monotonic())):
                 return worker.child.death().at(worker=worker.name)
         return WorkerDied(f"weights could not be sent: {error}")
 
-    def _no_taker(self) -> WorkerHandle:
-        """Gloo does not say who takes none: it is who does not answer, or has nothing to say for the longest time."""
+    def _suspect(self) -> WorkerHandle:
+        """Guess which worker receives no weights, as gloo does not say: one without a stack, or the longest silent."""
         stacks = all_at_once({str(worker.index): worker.child.ask_stack for worker in self._workers})
-        deaf = [worker for worker in self._workers if not stacks[str(worker.index)]]
+        unresponsive = [worker for worker in self._workers if not stacks[str(worker.index)]]
         quiet = (
-            deaf
-            or [worker for worker in self._workers if not connection_of(worker, GlooConnection).speaks]
+            unresponsive
+            or [worker for worker in self._workers if not connection_of(worker, GlooConnection).has_messages]
             or self._workers
         )
         return min(quiet, key=lambda one: one.busy_since)
@@ -308,10 +308,10 @@ class GlooTransport(LaunchedTransport):
             connection.send(None)
         end_children(self._children.values(), patience=GOODBYE, deadline=DEADLINE)
         for connection in connections:
-            connection.let_end()
+            connection.join_threads()
         if self._node_pool is not None:
             self._node_pool.close(DEADLINE)
-        self._under_way.clear()
+        self._in_flight.clear()
         self._group = None
         if self._orders is not None:
             self._orders.close()

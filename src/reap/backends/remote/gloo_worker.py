@@ -1,6 +1,6 @@
-"""The worker's side of torch.distributed: orders through the store, rollouts and weights as tensors.
+"""The worker's side of torch.distributed: orders come through the store, rollouts and weights are tensors.
 
-Process groups are objects of their own: a trainer's default group, if it has one, is left alone.
+Its process groups are separate objects, so a trainer's default group, if there is one, is not touched.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from reap.backends.worker_server import Job
 from reap.core.shared_slots import SharedFile
 from reap.weights.shared import Packing
 
-HERE = b"here"  # the first sign of a worker
-EVER = timedelta(days=3650)  # gloo has no word for it
-WEIGHTS, _NEVER_USED = 1, 999  # tags; that of rollouts is 0
-JOIN = timedelta(seconds=30)  # for both sides to connect, once both are there
+HERE = b"here"  # the first sign of a worker, in the store
+FOREVER = timedelta(days=3650)  # gloo has no infinite timeout
+WEIGHTS, _NEVER_USED = 1, 999  # tags; rollouts have tag 0
+JOIN = timedelta(seconds=30)  # for both sides to connect, once both have started
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the store is, what its visitors must know, and on which address of this host to listen."""
+    """The address of the store, the secret for signing, and the address on which this host listens."""
 
     host: str
     port: int
@@ -54,63 +54,63 @@ class Address:
     listen: str
 
     def store(self) -> TCPStore:
-        """Return a connection of its own: one that waits lets nobody else pass."""
-        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=EVER)
+        """Return a new connection to the store: a connection that waits blocks all its other users."""
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=FOREVER)
 
     def group(self, name: str, rank: int, size: int) -> Any:
-        """Join the process group of this name; returns when all others have."""
+        """Join the process group of this name, and return it when all others have joined."""
         return torch_internals.gloo_group(PrefixStore(name, self.store()), rank, size, self.listen, JOIN)
 
 
 def abandon(group: Any, peer: int) -> None:
-    """Close all connections of a group, so that every wait in it fails: gloo does so when a wait times out."""
+    """Close all connections of a group, so that all waits in it fail: gloo does this when a wait times out."""
     with contextlib.suppress(RuntimeError):
         group.recv([torch.empty(1)], peer, _NEVER_USED).wait(timedelta(milliseconds=1))
 
 
 def wait(work: Any) -> None:
-    """Wait as long as it takes; ConnectionError if the other side is gone."""
+    """Wait without a timeout; raise `ConnectionError` if the other side is gone."""
     try:
-        work.wait(EVER)
+        work.wait(FOREVER)
     except RuntimeError as error:
         raise ConnectionError(str(error)) from None
 
 
 def receive(group: Any, source: int, size: int) -> bytes:
-    """Receive so many bytes."""
+    """Receive and return `size` bytes."""
     room = torch.empty(size, dtype=torch.uint8)
     wait(group.recv([room], source, 0))
     return bytes(room.numpy())
 
 
 def join_broadcast(group: Any, packed: torch.Tensor) -> Any:
-    """Take part in a broadcast by rank 0; returns what is waited for."""
+    """Take part in a broadcast from rank 0; return the work to wait for."""
     options = torch.distributed.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, EVER
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, FOREVER
     return group.broadcast([packed], options)
 
 
 class GlooParentConnection(ParentConnection):
-    """Orders are keys of the store, one after the other. A thread sends, in order."""
+    """Reads orders from successive keys of the store; a thread sends messages in order."""
 
     def __init__(self, name: str, address: Address) -> None:
         self._name, self._signer = name, MessageSigner(address.secret)
         self._store = address.store()
         self._store.set(f"here/{name}", HERE.decode())
         self.group = address.group(f"data/{name}", 1, 2)
-        self._heard = self._said = 0
+        self._orders_received = self._messages_sent = 0
         self._outbox: queue.SimpleQueue[tuple[Message, Callable[[], None]] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="reap-sender", daemon=True)
         self._sender.start()
 
     def next_order(self) -> Order | None:
-        key = f"to/{self._name}/{self._heard}"
+        key = f"to/{self._name}/{self._orders_received}"
         try:
-            signed = self._store.get(key)  # waits for it, for as long as the store's timeout
+            signed = self._store.get(key)  # waits for it, up to the store's timeout
             self._store.delete_key(key)
-        except RuntimeError as error:  # the store ends with whoever made it
+        except RuntimeError as error:  # the store ends with the collector
             raise ConnectionError(str(error)) from None
-        self._heard += 1
+        self._orders_received += 1
         order: Order | None = pickle.loads(self._signer.verified(signed, key))
         return order
 
@@ -125,7 +125,7 @@ class GlooParentConnection(ParentConnection):
         try:
             while (item := self._outbox.get()) is not None:
                 message, done = item
-                place = f"from/{self._name}/{self._said}"
+                place = f"from/{self._name}/{self._messages_sent}"
                 more = self._signer.sign(message.more, place) if message.more else b""
                 message.header[1] = len(more)
                 self._send(message.header)
@@ -133,10 +133,10 @@ class GlooParentConnection(ParentConnection):
                     self._send(message.block)
                 if more:
                     self._send(np.frombuffer(more, np.uint8).copy())
-                self._said += 1
+                self._messages_sent += 1
                 done()
         except ConnectionError:
-            pass  # nobody is there any more: the next order will not come
+            pass  # the collector is gone: there will be no next order
 
     def _send(self, array: np.ndarray[Any, Any]) -> None:
         if array.size:
@@ -144,9 +144,9 @@ class GlooParentConnection(ParentConnection):
 
 
 class _ReceivedWeights(WeightInbox):
-    """Weights that come over the network, in a thread.
+    """Weights that a thread receives over the network.
 
-    `open_channel` joins, in that thread, what they come by, and returns a function that begins to receive a tensor.
+    `open_channel` is called in that thread; it returns a function that starts to receive into a tensor.
     """
 
     def __init__(self, open_channel: Callable[[], Callable[[torch.Tensor], Any]]) -> None:
@@ -161,7 +161,7 @@ class _ReceivedWeights(WeightInbox):
         try:
             receive_into = self._open_channel()
             while True:
-                packed = self.room(weights_size(packing))
+                packed = self.memory(weights_size(packing))
                 wait(receive_into(packed))
                 self.put(packed)
         except (ConnectionError, RuntimeError):
@@ -173,7 +173,7 @@ def _by_broadcast(job: Job, address: Address) -> Callable[[torch.Tensor], Any]:
 
 
 def name_of(index: int, restarts: int) -> str:
-    """By which a worker is known in the store: another in its place has another."""
+    """Return the name of a worker in the store; a replacement has a new one."""
     return f"{index}.{restarts}"
 
 
@@ -187,9 +187,9 @@ def run_gloo(
     restarts: int = 0,
     one_by_one: bool = False,
 ) -> None:
-    """The life of a worker. `fds`: of the memory weights are in, on the machine of whoever publishes them.
+    """Run a worker from start to end. `fds`: on the collector's machine, the descriptor of the memory of the weights.
 
-    `one_by_one`: weights are sent to it alone, not to all workers by broadcast: each of them may be replaced.
+    `one_by_one`: weights are sent to each worker alone, not by broadcast, because workers may be replaced.
     """
     parent = GlooParentConnection(name_of(index, restarts), address)
     opened = load_job(job, parent)
@@ -208,5 +208,5 @@ def run_gloo(
 def run_gloo_on_node(
     connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any
 ) -> None:
-    """The life of a worker of a node: its store is at the other end of a tunnel."""
+    """Run a worker on a node, where a tunnel leads to the store."""
     run_gloo(connection, fds, job=job, index=index, address=Address(host=LOOPBACK, **address), **more)

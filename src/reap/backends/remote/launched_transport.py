@@ -1,7 +1,7 @@
-"""LaunchedTransport: what gloo and TensorPipe have in common, whose workers a launcher starts.
+"""LaunchedTransport: base of the gloo and TensorPipe transports, whose workers are started by a launcher.
 
 launcher "mp"      processes of this machine, which share memory for weights with this one
-other launchers    processes of nodes, which join (see network/launchers.py)
+other launchers    processes of nodes, which connect to the collector (see network/launchers.py)
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from reap.backends.worker_handle import WorkerHandle
 
 
 class LaunchedTransport(MessageTransport):
-    """Reaches workers that are processes of this machine or of nodes.
+    """Runs workers as processes of this machine or of nodes.
 
-    `one_by_one`: workers may be replaced or left out, so that each is sent weights by itself.
+    `one_by_one`: workers may be replaced or dropped, so weights are sent to each worker alone.
     """
 
-    network: ClassVar[str]  # by which a node knows which kind of worker to run
+    network: ClassVar[str]  # tells a node which kind of worker to run
 
     def __init__(
         self, *, nodes: NodeSettings, one_by_one: bool = False, start_method: StartMethod = "forkserver"
@@ -36,12 +36,12 @@ class LaunchedTransport(MessageTransport):
 
     @abstractmethod
     def cut_off(self, connection: MessageConnection) -> None:
-        """The node of this worker is lost: whoever waits for it waits no longer. Called from another thread."""
+        """End all waits for a worker whose node is lost. Called from another thread."""
 
     def start_on_nodes(
         self, workers: Sequence[WorkerHandle], jobs: Mapping[int, bytes], more: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        """Start these workers on nodes, each with its job and `more` arguments of its own, all by number."""
+        """Start workers on nodes, each with its own job and `more` arguments, both given by worker number."""
         pool = self._node_pool
         assert pool is not None
         if all(worker.connection is None for worker in workers):
@@ -53,7 +53,7 @@ class LaunchedTransport(MessageTransport):
                 self._children[i] = pool.replace(i, job, self.network, more[i], self._ended)
 
     def _ended(self, process: NodeProcess) -> None:
-        """Called from a thread of the registry."""
+        """End the waits for a process whose node is lost. Called from a thread of the registry."""
         if process.lost:
             connection = self._workers[process.index].connection
             if isinstance(connection, MessageConnection) and connection.child.process is process:

@@ -1,11 +1,11 @@
-"""MessageTransport: what transports have in common that share no memory with their workers: slots are sent.
+"""MessageTransport: base of transports that share no memory with their workers, so that slots are sent.
 
     fill ──► order ──► some network ──► remote worker
                                              │ messages
     slot ◄── received ◄── wakeup ◄───────────┘
 
-Threads of the network put what they hear into a worker's inbox and wake whoever waits. A rollout is written where it
-stays: into the worker's own slot, or into its lanes of the slot that all workers fill.
+Network threads put received messages into a worker's inbox and wake the waiting thread. A rollout is written to its
+final place: the worker's own slot, or its lanes of the slot that all workers fill.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ C = TypeVar("C", bound=WorkerConnection)
 
 
 class SentWeights:
-    """Counts publications of weights for all workers. Orders carry the count: a worker first waits for that one."""
+    """Counts publications of weights. Each order carries the count, and its worker first waits for that publication."""
 
     count = 0
 
 
 class MessageConnection(WorkerConnection):
-    """One remote worker as it is reached from here. Orders are numbered: on some networks they overtake one another."""
+    """The connection to one remote worker. Orders are numbered, because on some networks they overtake one another."""
 
-    over = False  # its end of the network: nothing more will be heard
-    child: Any  # whether it lives, and how it ended
+    ended = False  # set when nothing more will be received
+    child: Any  # the `WorkerLiveness` of its process
 
     def __init__(self, worker: WorkerHandle, sent: SentWeights) -> None:
         self.index, self.slots, self._sent = worker.index, worker.slots, sent
-        self.inbox: deque[Any] = deque()  # what it has said
-        self.orders_sent = 0  # sent so far
+        self.inbox: deque[Any] = deque()  # messages received and not yet read
+        self.orders_sent = 0  # number of orders sent so far
 
     def send(self, order: Order | None) -> None:
-        """Send an order, after those before it; None: go home."""
+        """Send an order, which is executed after those before it; None: the worker ends."""
         raise NotImplementedError
 
     def send_weights(self, packed: Any) -> None:
-        """Send weights to this worker alone, as the transport has them."""
+        """Send weights to this worker alone, in the form the transport uses."""
         raise NotImplementedError
 
     def call(self, data: bytes) -> None:
@@ -73,21 +73,21 @@ class MessageConnection(WorkerConnection):
         self.send(("fill", slot, random, self._sent.count))
 
     @property
-    def speaks(self) -> bool:
-        """Whether there is something to hear."""
+    def has_messages(self) -> bool:
+        """Whether there are messages to read."""
         return bool(self.inbox)
 
-    def hear(self) -> tuple[list[Any], bool]:
-        gone, found = self.child.gone(), []  # asked first: what it said before is all there then
+    def receive(self) -> tuple[list[Any], bool]:
+        gone, found = self.child.gone(), []  # checked first: then all it has sent before is in the inbox
         while self.inbox:
             found.append(self.inbox.popleft())
         return found, gone
 
-    def let_end(self) -> None:
-        """Its process was ended: returns when nobody here waits for it any more."""
+    def join_threads(self) -> None:
+        """Wait until no thread here waits for the worker, whose process was ended."""
 
     def received(self, message: Message) -> Any:
-        """Return what a message says; a rollout's bytes are in its slot then."""
+        """Return the content of a message, after copying a rollout's bytes into its slot."""
         header = Header(message.header)
         if message.block is not None:
             copy_into_slot(self.slots[header.slot], message.block)
@@ -95,7 +95,7 @@ class MessageConnection(WorkerConnection):
 
 
 def read(header: Header, more: bytes) -> Any:
-    """Return what a message says; or, if it holds an object of a class that only its sender has, the error for that."""
+    """Return the content of a message, or a `Raised` if it cannot be unpickled here, e.g. for lack of a class."""
     try:
         return header.full(more) if header.rollout else pickle.loads(more)
     except Exception as error:
@@ -103,7 +103,7 @@ def read(header: Header, more: bytes) -> Any:
 
 
 def copy_into_slot(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Write the bytes of a worker's rollout into its slot, or into its lanes of a slot."""
+    """Copy the bytes of a worker's rollout into its own slot, or into its lanes of a common slot."""
     if slot.block.size == block.size:
         np.copyto(slot.block, block)
         return
@@ -112,63 +112,63 @@ def copy_into_slot(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> No
 
 
 class NetworkChild:
-    """A process that is reached by a network. It is gone when it has ended and everything it said was heard."""
+    """A process reached over a network. It counts as gone when it has ended and all its messages were received."""
 
     def __init__(self, child: Any, connection: MessageConnection, give_up: Callable[[], None]) -> None:
-        self.process, self._connection, self._give_up, self._told = child, connection, give_up, False
-        self.silence, self.ask_stack, self.signal, self._cut = child.silence, child.ask_stack, child.signal, False
-        self.ask_stacks = getattr(child, "ask_stacks", dict)  # of a process of this machine
+        self.process, self._connection, self._give_up, self._gave_up = child, connection, give_up, False
+        self.silence, self.ask_stack, self.signal, self._killed = child.silence, child.ask_stack, child.signal, False
+        self.ask_stacks = getattr(child, "ask_stacks", dict)  # for processes of this machine only
 
     @property
     def pid(self) -> int:
-        """The number of its process."""
+        """Its process id."""
         return int(self.process.pid)
 
     @property
     def label(self) -> str:
-        """Its number, and its machine if it is on another one."""
+        """Its process id, and its machine if that is another one."""
         where = getattr(self.process, "where", "")
         return f" (pid {self.pid}{where})" if self.pid else where
 
     def end_with_connection(self) -> None:
-        """Its connection is over, so it ends too. One that does not has lost its way to us, and is ended."""
+        """Wait for the process to end, as its connection has; one that does not end in time is cut off, and killed."""
         until = time.monotonic() + LEAVE
         while not self.process.gone():
             if time.monotonic() > until:
-                self._cut = True
+                self._killed = True
                 self.process.signal(signal.SIGKILL)
                 return
-            time.sleep(0.02)  # not `gone` with a time: others want to ask too
+            time.sleep(0.02)  # `gone` with a timeout would block other callers
 
     def death(self) -> WorkerDied:
         """Return the error that says how it ended."""
-        if self._cut:
+        if self._killed:
             return WorkerDied("was ended, for the connection to it broke")
         found: WorkerDied = self.process.death()
         return found
 
     def gone(self) -> bool:
-        """Return whether there is nothing to come from it."""
+        """Return whether it has ended and all its messages were received."""
         if not self.process.gone():
             return False
-        if not self._told:
-            self._told = True
+        if not self._gave_up:
+            self._gave_up = True
             self._give_up()
-        return self._connection.over
+        return self._connection.ended
 
 
 class BroadcastWeights:
-    """Weights for all workers as one message per version."""
+    """Publishes weights to all workers as one message per version."""
 
     def __init__(self, packing: Packing, needed: Sequence[str], transport: MessageTransport) -> None:
         self.packing, self._transport = packing, transport
         self._optional = [name for name in packing.shapes if name not in set(needed)]
-        self._kept: dict[str, Tensor] = {}  # of the optional ones, those that were sent: the latest of each
-        self._given: dict[str, int] = {}  # the message in which each was sent as something new
-        self._messages = transport.sent.count  # the number of the last one, also if it could not be sent
+        self._kept: dict[str, Tensor] = {}  # the latest value of each optional tensor that was sent
+        self._given: dict[str, int] = {}  # the number of the message that last updated each tensor
+        self._messages = transport.sent.count  # the number of the last message, sent or not
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
-        """Pack once, send to all. What is left out goes along as it was: whoever is busy sees the last message only."""
+        """Pack once, send to all. Omitted tensors are sent unchanged: a busy worker sees the last message only."""
         transport = self._transport
         packed = transport.spare()
         if packed is None:
@@ -179,11 +179,11 @@ class BroadcastWeights:
         self._given.update(dict.fromkeys(named, count))
         pack_weights(packed, self.packing, {**self._kept, **named}, self._given, count, version)
         transport.broadcast(packed)
-        transport.sent.count = count  # last: workers wait for what orders ask for
+        transport.sent.count = count  # last: workers wait for the count in their orders
 
 
 class MessageTransport(Transport):
-    """A transport that launches workers somewhere, sends them orders and weights, and ends them."""
+    """Launches workers somewhere, sends them orders and weights, and ends them."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]
     can_add_workers: ClassVar[bool] = False
@@ -192,19 +192,19 @@ class MessageTransport(Transport):
         self._start_method = start_method
         self.sent = SentWeights()
         self._selector: selectors.BaseSelector | None = None
-        self._shared: SharedFile | None = None  # for weights, where all workers are on this machine and have it too
-        self._children: dict[int, Any] = {}  # the processes of workers, here or on nodes, by worker
+        self._shared: SharedFile | None = None  # for weights, if all workers are on this machine and share it
+        self._children: dict[int, Any] = {}  # the processes, here or on nodes, by worker
         self._sentinels: dict[int, Any] = {}
-        self._latest: Any = None  # weights, as the transport sends them to one worker: for those that come later
+        self._latest: Any = None  # the latest weights in the form they are sent, for workers that start later
 
-    # ---- what each of them does ------------------------------------------------------------------------------------
+    # ---- what subclasses implement ---------------------------------------------------------------------------------
 
     @abstractmethod
     def broadcast(self, packed: Tensor) -> None:
-        """Send packed weights to all workers. They are not written to any more, until they are spare."""
+        """Send packed weights to all workers. This memory is not written again until `spare` returns it."""
 
     def send_to_each(self, packed: Any) -> None:
-        """Send weights to one worker after another, and keep them for workers that come later."""
+        """Send weights to each worker in turn, and keep them for workers that start later."""
         self._latest = packed
         for worker in self._workers:
             if not worker.dropped:
@@ -212,19 +212,19 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def end(self, workers: Sequence[WorkerHandle]) -> None:
-        """End all workers, within the deadline."""
+        """End all workers within the deadline."""
 
     def join_weights(self) -> None:
-        """All workers wait for weights from now on."""
+        """Prepare to send weights: all workers wait for them from now on."""
 
     def spare(self) -> Tensor | None:
-        """Packed weights that were sent and can be filled again: memory that was used before costs less than new."""
+        """Return packed weights that were sent and can be refilled, because reused memory costs less than new."""
         return None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
-        wait_for_ends()  # of collectors that failed: their ports, agents and actors are in our way
+        wait_for_ends()  # of failed collectors that still end: their ports, agents and actors block ours
         self._workers, self._interrupts, self._silence = workers, interrupts, silence
         self._selector = selectors.DefaultSelector()
         self._selector.register(interrupts.open(), selectors.EVENT_READ)
@@ -232,7 +232,10 @@ class MessageTransport(Transport):
         self._selector.register(self.wakeup, selectors.EVENT_READ)
 
     def start_children(self, targets: Mapping[int, Callable[..., None]]) -> None:
-        """A process of this machine for each, with memory for weights; known, and so ended, from its first moment."""
+        """Start a process of this machine for each target, with shared memory for weights.
+
+        Each is registered as soon as it exists, so that it is ended if the start of another fails.
+        """
         self._shared = self._shared or SharedFile("reap-weights")
         for index, target in targets.items():
             packed, name = pack_bytes(target, "a worker"), f"reap-worker-{index}"
@@ -241,24 +244,24 @@ class MessageTransport(Transport):
             self._children[index].line.finish()
 
     def connect(self, worker: WorkerHandle, connection: MessageConnection, sentinel: Any = None) -> None:
-        """From now on a worker is reached by this; `sentinel`: readable when its process is gone."""
+        """Set the connection of a worker; `sentinel`: becomes readable when its process is gone."""
         worker.connection = connection
         if sentinel is not None and self._selector is not None:
             self._selector.register(sentinel, selectors.EVENT_READ)
             self._sentinels[worker.index] = sentinel
 
     def retire(self, worker: WorkerHandle) -> None:
-        """End its process, here or on its node, and wait until nothing is received from it any more."""
+        """End a worker's process, here or on its node, and wait until nothing more is received from it."""
         if (sentinel := self._sentinels.pop(worker.index, None)) is not None and self._selector is not None:
             self._selector.unregister(sentinel)
         if (child := self._children.pop(worker.index, None)) is not None:
             child.signal(signal.SIGKILL)
             end([child], patience=0.0, deadline=DEADLINE)
-            connection_of(worker, MessageConnection).let_end()  # its threads may wait for it until it has ended
+            connection_of(worker, MessageConnection).join_threads()  # its threads may wait for the process to end
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         selector, self._selector = self._selector, None
-        if selector is None:  # it was closed before, or never opened
+        if selector is None:  # closed already, or never opened
             return
         self.end(workers)
         self.wakeup.close()
@@ -271,10 +274,10 @@ class MessageTransport(Transport):
     def wait(self, seconds: float | None) -> list[int]:
         self._sleep(seconds)
         living = [worker for worker in self._workers if not worker.dropped]
-        return [w.index for w in living if connection_of(w, MessageConnection).speaks or w.child.gone()]
+        return [w.index for w in living if connection_of(w, MessageConnection).has_messages or w.child.gone()]
 
     def wait_for_wakeup(self, seconds: float) -> None:
-        """Wait until somebody rings, or so long. Ctrl-C is let in."""
+        """Wait until `wakeup` is triggered, for `seconds` at most. Ctrl-C is raised here."""
         self._sleep(seconds)
         self._interrupts.let_in()
 
@@ -284,17 +287,17 @@ class MessageTransport(Transport):
             self.wakeup.quiet()
 
     def position(self, worker: WorkerHandle) -> dict[str, int]:
-        """Nobody knows: it shares no memory with us."""
+        """Return nothing: without shared memory the position of a worker is unknown."""
         return {}
 
     def release_claims(self, worker: WorkerHandle) -> None:
-        """Nobody here begins on anything that was not ordered."""
+        """Do nothing: remote workers claim no frames, they only fill slots that were ordered."""
 
     def set_random_frames(self, frames: int) -> None:
-        """Each order says whether actions are random."""
+        """Do nothing: each order says whether its actions are random."""
 
     def cut_short(self, stop: bool) -> None:
-        """Do nothing: rollouts are too far away to be cut short, whoever asks for it."""
+        """Do nothing: remote rollouts cannot be cut short."""
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -307,8 +310,8 @@ class MessageTransport(Transport):
             for worker in workers:
                 own = worker.info.layout
                 lanes = slice(first, first + own.lanes)
-                mine = {key: slot.arrays[key][:, lanes] for key in whole.offsets}
-                worker.slots[index % count] = slot if own.lanes == whole.lanes else Slot(own, index, mine)
+                arrays = {key: slot.arrays[key][:, lanes] for key in whole.offsets}
+                worker.slots[index % count] = slot if own.lanes == whole.lanes else Slot(own, index, arrays)
                 first += own.lanes
             return slot
 
@@ -338,6 +341,6 @@ class MessageTransport(Transport):
 
 
 def connection_of(worker: WorkerHandle, kind: type[C]) -> C:
-    """Return the connection of a worker, which is of this kind."""
+    """Return the connection of a worker, which must be of class `kind`."""
     assert isinstance(worker.connection, kind)
     return worker.connection

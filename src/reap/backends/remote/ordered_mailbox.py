@@ -1,8 +1,8 @@
-"""MailboxWorker: a remote worker whose orders are delivered and whose messages are fetched by remote method calls.
+"""MailboxWorker: a remote worker that receives orders and hands out messages through remote method calls.
 
     order(n, …) ──► in order of n ──► remote worker ──► outbox ──► message() waits for the next
 
-What `message` has returned is on its way until it is called again: then its block is free.
+The next call of `message` confirms that the last message has arrived: its block is free from then on.
 """
 
 from __future__ import annotations
@@ -28,58 +28,58 @@ from reap.backends.remote.remote_worker import (
 
 
 class _OrderedInbox(ParentConnection):
-    """The remote worker's end: orders in the order of their numbers, messages in the order in which they were sent."""
+    """The remote worker's end: it sorts orders by their numbers, and keeps messages in the order they were sent."""
 
     def __init__(self) -> None:
         self._early: dict[int, Order | None] = {}
-        self._next = 0
-        self._came = threading.Condition()
-        self.home = threading.Event()  # whether it has begun to go home
+        self._next_number = 0
+        self._arrived = threading.Condition()
+        self.ending = threading.Event()  # set when the worker has begun to end
         self._outbox: queue.SimpleQueue[tuple[Message | None, Callable[[], None]]] = queue.SimpleQueue()
-        self._sent: Callable[[], None] = do_nothing
+        self._done: Callable[[], None] = do_nothing
 
-    def bring(self, number: int, order: Order | None) -> None:
-        """Calls over a network may overtake one another; orders do not."""
-        with self._came:
+    def deliver(self, number: int, order: Order | None) -> None:
+        """Store an order under its number, because calls over a network may overtake one another."""
+        with self._arrived:
             self._early[number] = order
-            self._came.notify_all()
+            self._arrived.notify_all()
 
     def next_order(self) -> Order | None:
-        with self._came:
-            self._came.wait_for(lambda: self._next in self._early)
-            order = self._early.pop(self._next)
-            self._next += 1
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._next_number in self._early)
+            order = self._early.pop(self._next_number)
+            self._next_number += 1
         if order is None:
-            self.home.set()
+            self.ending.set()
         return order
 
     def send(self, message: Message, done: Callable[[], None] = do_nothing) -> None:
         self._outbox.put((message, done))
 
     def finish(self) -> None:
-        """Nothing is lost: the outbox stays until it is fetched."""
-        self.home.set()
+        """Note that the worker ends, without waiting: the outbox stays until it is fetched."""
+        self.ending.set()
 
     def end(self) -> None:
-        """Say that there will be no more messages."""
+        """Mark the end of the messages."""
         self._outbox.put((None, do_nothing))
 
     def fetch(self) -> Message | None:
-        """Wait for the next message and return it; None: there will be no more."""
-        self._sent()
-        message, self._sent = self._outbox.get()
+        """Wait for the next message and return it; None: there are no more."""
+        self._done()
+        message, self._done = self._outbox.get()
         return message
 
 
 class MailboxWorker:
-    """What is called over the network; `run` does the work meanwhile, in another thread."""
+    """The object whose methods are called over the network, while `run` works in another thread."""
 
     def __init__(self, shared: LocalWeights | None = None) -> None:
-        self._inbox, self._sent = _OrderedInbox(), WeightInbox()
-        self._weights: Weights = shared or self._sent
+        self._inbox, self._weight_inbox = _OrderedInbox(), WeightInbox()
+        self._weights: Weights = shared or self._weight_inbox
 
     def run(self, job: bytes) -> None:
-        """Work until it is told to go home."""
+        """Run the worker until it is ordered to end."""
         try:
             if (loaded := load_job(job, self._inbox)) is not None:
                 run_remote_worker(loaded, self._inbox, self._weights)
@@ -88,14 +88,14 @@ class MailboxWorker:
 
     def order(self, number: int, order: Order | None) -> None:
         """Deliver the order with this number."""
-        self._inbox.bring(number, order)
+        self._inbox.deliver(number, order)
 
     def message(self) -> tuple[Any, ...] | None:
         """Wait for the next message and return it."""
         return self._inbox.fetch()
 
     def take_weights(self, packed: np.ndarray[Any, Any]) -> None:
-        """Keep new weights until they are acted with."""
-        own = self._sent.room(packed.nbytes)
+        """Store new weights until the worker loads them."""
+        own = self._weight_inbox.memory(packed.nbytes)
         np.copyto(own.numpy(), packed)
-        self._sent.put(own)
+        self._weight_inbox.put(own)

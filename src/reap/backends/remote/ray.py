@@ -1,9 +1,9 @@
-"""Ray: workers are actors. A batch is one object, read where it lies; weights are put once per version, and pulled.
+"""Ray: workers are actors. A rollout is one object, read from Ray's store; weights are put there once per version.
 
-    actor.order ──►  remote worker  ──► actor.message: one object per batch ──► slot
-    put ──► actor.take_weights: a reference, pulled by each
+    actor.order ──►  remote worker  ──► actor.message: one object per rollout ──► slot
+    put ──► actor.take_weights: a reference, from which each actor pulls
 
-An actor can be launched later, alone: one more, or another in the place of one that died.
+Single actors can be launched later, to add a worker or to replace one that died.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from reap.backends.worker_server import Job
 from reap.errors import UsageError, WorkerDied, WorkerSilent, missing
 
 _log = logging.getLogger("reap")
-_ASKED = 2  # messages asked for at a time: one is fetched while another is read
-# Calls of a group follow one another, groups run side by side.
+_PENDING_CALLS = 2  # pending calls of `message`: one is fetched while another is read
+# Calls of one group run one after another, groups run in parallel.
 _GROUPS = {"orders": 1, "messages": 1, "weights": 1, "stack": 1}
-_LOOK = 0.5  # seconds between looks at Ctrl-C, while actors start
-_STACK = 1.0  # seconds for a stack to come
-_RAYS_IDS = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "pid", "name", "namespace", "ip"))
-_LONGEST_TEXT = 900  # characters of what Ray says
-_SLOW = 60.0  # seconds more for actors that there is room for, on a busy machine
+_POLL = 0.5  # seconds between checks for Ctrl-C while actors start
+_STACK = 1.0  # seconds to wait for a stack
+_RAY_IDS = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "pid", "name", "namespace", "ip"))
+_LONGEST_TEXT = 900  # characters of Ray's error text that are shown
+_SLOW = 60.0  # extra seconds for actors on a busy machine, if the cluster has room for them
 
 
 def import_ray() -> Any:
-    """Return the library, or say how to get it."""
+    """Return the ray module, or raise an error that says how to install it."""
     try:
         import ray
     except ImportError:
@@ -57,13 +57,13 @@ def import_ray() -> Any:
 
 
 class _Cluster:
-    """The cluster this process is connected to. What was connected here is left with the last who uses it here."""
+    """The cluster this process is connected to. A connection made here is closed with its last user in this process."""
 
     def __init__(self) -> None:
         self._users, self._ours, self._lock = 0, False, threading.Lock()
 
     def enter(self, config: Mapping[str, Any]) -> Any:
-        """Return the library, connected to what it is connected to already, or else as `config` says."""
+        """Return the ray module, connected: to its present cluster, or else to the one that `config` describes."""
         ray = import_ray()
         with self._lock:
             if not ray.is_initialized():
@@ -76,10 +76,10 @@ class _Cluster:
 
     def _connect(self, ray: Any, config: Mapping[str, Any]) -> None:
         try:
-            begins = _begins_one(ray, config)
+            starts = _starts_cluster(ray, config)
             named = config.get("_node_ip_address") is not None
-            with _on_loopback(ray) if begins and not named else contextlib.nullcontext():
-                ray.init(**{"include_dashboard": False, **(_not_yielding(config) if begins else config)})
+            with _on_loopback(ray) if starts and not named else contextlib.nullcontext():
+                ray.init(**{"include_dashboard": False, **(_with_normal_priority(config) if starts else config)})
         except ConnectionError as cause:
             raise UsageError(
                 f"ray_init_config: no cluster found at {config.get('address')!r}: {cause}; begin one with "
@@ -87,30 +87,30 @@ class _Cluster:
             ) from cause
 
     def leave(self, *, end: bool | None = None) -> None:
-        """One user less. `end`: True: for all of them; False: for none; None: with the last one, if it is ours."""
+        """Remove one user, and disconnect: always (`end` True), never (False), or with our last user (None)."""
         with self._lock:
             self._users = max(self._users - 1, 0)
             if end is False:
-                self._ours = False  # it is the caller's from now on
+                self._ours = False  # from now on it belongs to the caller
             elif end or (self._ours and not self._users):
                 self._ours, self._users = False, 0
                 import_ray().shutdown()
 
 
-def _begins_one(ray: Any, config: Mapping[str, Any]) -> bool:
-    """Return whether `ray.init` will start a cluster here, rather than find one."""
+def _starts_cluster(ray: Any, config: Mapping[str, Any]) -> bool:
+    """Return whether `ray.init` will start a new cluster here instead of connecting to one."""
     address = config.get("address") or os.environ.get("RAY_ADDRESS")
     if address is None:
-        with contextlib.suppress(ImportError, AttributeError, TypeError):  # a private name, which may go
+        with contextlib.suppress(ImportError, AttributeError, TypeError):  # a private name, which may be removed
             address = ray._private.services.get_ray_address_from_environment(None, config.get("_temp_dir")) or "local"
     return bool(address == "local")
 
 
-def _not_yielding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config`, with actors that have the same right to a processor as this process.
+def _with_normal_priority(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with actors that have the same scheduling priority as this process.
 
-    Ray starts its workers with niceness 15. Beside a learner that computes, such an actor gets 3% of a core: to import
-    torch took one of them 194 s, where it takes 8 s otherwise.
+    Ray starts its workers with niceness 15. Beside a busy learner such an actor gets 3% of a core: importing torch took
+    one of them 194 s, instead of 8 s.
     """
     if "RAY_worker_niceness" in os.environ:
         return dict(config)
@@ -119,10 +119,10 @@ def _not_yielding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _on_loopback(ray: Any) -> Iterator[None]:
-    """Inside, a cluster that is started listens on the loopback address and nowhere else.
+    """Return a context in which a cluster that is started listens on the loopback address only.
 
-    Ray puts the machine's own address in the place of 127.0.0.1, and listens on all interfaces then; only where it is
-    told that there are no clusters of several machines it does not.
+    Ray replaces 127.0.0.1 by the machine's own address and then listens on all interfaces, unless a constant says that
+    clusters of several machines are disabled.
     """
     constants = getattr(getattr(ray, "_private", None), "ray_constants", None)
     usual = getattr(constants, "ENABLE_RAY_CLUSTER", None)
@@ -141,7 +141,7 @@ CLUSTER = _Cluster()
 
 
 class ReapWorker(MailboxWorker):
-    """What the cluster knows as an actor. It works in a thread of its own: the actor's are for calls."""
+    """The class of the actors. The worker runs in a thread of its own, as the actor's threads serve calls."""
 
     def __init__(self, job: bytes, path: Sequence[str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -150,36 +150,36 @@ class ReapWorker(MailboxWorker):
         self._thread.start()
 
     def take_weights(self, packed: np.ndarray[Any, Any]) -> None:
-        """Keep new weights, which are read where they lie when they are acted with."""
+        """Store new weights without a copy; the worker reads them from Ray's store when it loads them."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that it must not be written to; nobody does
-            self._sent.put(torch.from_numpy(packed))
+            warnings.simplefilter("ignore")  # torch warns that the array is read-only; nothing writes to it
+            self._weight_inbox.put(torch.from_numpy(packed))
 
     def where(self) -> tuple[int, str]:
-        """Return the numbers of its process and its node."""
+        """Return its process id and its node id."""
         return os.getpid(), import_ray().get_runtime_context().get_node_id()
 
     def stack(self) -> str:
-        """Return where its thread is right now."""
+        """Return the current stack of its thread."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else ""
 
     def leave(self, number: int, patience: float, closing: float) -> None:
-        """Go home after the last order; returns when it has.
+        """End the worker after the last order, and return when it has ended.
 
-        Or after so many seconds: `patience` until what it is doing is done, `closing` until its env is closed.
+        Return without that after `patience` seconds of the order it executes, or `closing` seconds of closing its env.
         """
         self.order(number, None)
-        if self._inbox.home.wait(patience):
+        if self._inbox.ending.wait(patience):
             self._thread.join(closing)
 
 
 class _Actor:
-    """Whether an actor lives, and how it ended."""
+    """Whether an actor is alive, and how it ended."""
 
     def __init__(self, handle: Any, pid: int, node: str) -> None:
         self._handle, self.pid, self.node, self._how = handle, pid, node, ""
-        self.silent = False  # whether it was found to be: it is not asked to leave
+        self.silent = False  # set when it was found silent: `leave` is not called then
 
     @property
     def label(self) -> str:
@@ -195,7 +195,7 @@ class _Actor:
         return WorkerDied(self._how)
 
     def ask_stack(self) -> str:
-        """Return where its thread is right now; empty if it does not answer at all."""
+        """Return the current stack of its thread; empty if it does not respond at all."""
         ray = import_ray()
         asked = self._handle.stack.options(concurrency_group="stack").remote()
         try:
@@ -209,16 +209,16 @@ class _Actor:
 
 
 class RayConnection(MessageConnection):
-    """One actor as it is reached from this process."""
+    """The connection to one actor."""
 
     def __init__(
         self, worker: WorkerHandle, sent: SentWeights, actor: Any, where: tuple[int, str], wakeup: Wakeup
     ) -> None:
         super().__init__(worker, sent)
-        self._ring = lambda _: wakeup.wake()  # holds on to nothing else: Ray may keep it for a while
+        self._ring = lambda _: wakeup.wake()  # references nothing else, as Ray may keep it for a while
         self._futures: deque[Any] = deque()
         self.actor, self.child = actor, _Actor(actor, *where)
-        for _ in range(_ASKED):
+        for _ in range(_PENDING_CALLS):
             self._ask_message()
 
     def send(self, order: Order | None) -> None:
@@ -234,17 +234,17 @@ class RayConnection(MessageConnection):
         future.add_done_callback(self._ring)
 
     @property
-    def speaks(self) -> bool:
+    def has_messages(self) -> bool:
         return bool(self._futures) and self._futures[0].done()
 
-    def hear(self) -> tuple[list[Any], bool]:
+    def receive(self) -> tuple[list[Any], bool]:
         found = []
-        while self.speaks:
+        while self.has_messages:
             future = self._futures.popleft()
             error = future.exception()
             message = None if error is not None else future.result()
             if message is None:
-                self.child.end("its actor ended" if error is None else _short(error))
+                self.child.end("its actor ended" if error is None else _death_text(error))
                 self._futures.clear()
                 break
             found.append(self.received(Message(*message)))
@@ -253,20 +253,20 @@ class RayConnection(MessageConnection):
 
 
 class RayActorTransport(MessageTransport):
-    """Reaches workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
+    """Runs workers as Ray actors, in the cluster this process is connected to, or in a new one."""
 
     weight_schemes = ("ray", "per_worker", "none")
     can_add_workers = True
 
     def __init__(self, *, cluster: Mapping[str, Any], resources: Sequence[Mapping[str, Any]]) -> None:
-        import_ray()  # is it there?
+        import_ray()  # raises if it is missing
         super().__init__()
         self._config, self._resources = dict(cluster), list(resources)
-        self._ray: Any = None  # when connected
-        self.end_cluster: bool | None = None  # with `close`: whoever else uses it, or not at all
+        self._ray: Any = None  # the ray module, once connected
+        self.end_cluster: bool | None = None  # what `close` does with the cluster; see `_Cluster.leave`
 
     def expect(self, resources: Sequence[Mapping[str, Any]]) -> None:
-        """More workers will be launched, and ask this of the cluster."""
+        """Set the resources of the workers that will be launched next."""
         self._resources[len(self._workers) :] = resources
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
@@ -285,18 +285,18 @@ class RayActorTransport(MessageTransport):
         return actor.remote(dumps(job, f"what worker {job.index} needs"), list(sys.path))
 
     def _places(self, jobs: Sequence[Job], actors: Sequence[Any]) -> list[tuple[int, str]]:
-        """Return where they are, when all of them are there. If one cannot be, none is."""
+        """Wait until all actors have started, and return their places. If one cannot start, kill all."""
         asked = [actor.where.remote() for actor in actors]
         try:
             until, coming = time.monotonic() + BOOT, asked
             while coming:
-                _, coming = self._ray.wait(asked, num_returns=len(asked), timeout=_LOOK)
+                _, coming = self._ray.wait(asked, num_returns=len(asked), timeout=_POLL)
                 self._interrupts.let_in()
                 if coming and time.monotonic() > until:
                     waiting = [jobs[asked.index(ref)] for ref in coming]
-                    self._refuse_for_room(waiting, self._ray.cluster_resources())
-                    if time.monotonic() > until + _SLOW:  # of what is left, actors that are being started have theirs
-                        self._refuse_for_room(waiting, self._ray.available_resources())
+                    self._check_resources(waiting, self._ray.cluster_resources())
+                    if time.monotonic() > until + _SLOW:  # what is available excludes actors that are starting
+                        self._check_resources(waiting, self._ray.available_resources())
                         raise WorkerSilent(
                             f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s; if the machine is "
                             f"busy: Ray gives them what others leave, unless it was started with RAY_worker_niceness=0"
@@ -307,8 +307,8 @@ class RayActorTransport(MessageTransport):
                 self._ray.kill(actor)
             raise
 
-    def _refuse_for_room(self, jobs: Sequence[Job], left: Mapping[str, float]) -> None:
-        """Raise if these would take more than there is."""
+    def _check_resources(self, jobs: Sequence[Job], left: Mapping[str, float]) -> None:
+        """Raise if these jobs need more resources than `left`."""
         wanted: dict[str, float] = {}
         for job in jobs:
             asked = self._resources[job.index]
@@ -325,13 +325,13 @@ class RayActorTransport(MessageTransport):
         try:
             where: tuple[int, str] = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
-            raise WorkerDied(_short(error)).at(worker=f"{job.index} (not started yet)") from None
+            raise WorkerDied(_death_text(error)).at(worker=f"{job.index} (not started yet)") from None
         return where
 
     def retire(self, worker: WorkerHandle) -> None:
         connection = connection_of(worker, RayConnection)
         process = self._process_of(connection.child, kill=True)
-        self._ray.kill(connection.actor)  # it may have raised something, and live on
+        self._ray.kill(connection.actor)  # it may have raised, and still be alive
         if process is not None:
             _wait_for_ends([process], 0.3 * DEADLINE)
 
@@ -341,7 +341,7 @@ class RayActorTransport(MessageTransport):
     def end(self, workers: Sequence[WorkerHandle]) -> None:
         if self._ray is None:
             return
-        if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
+        if self._ray.is_initialized():  # else someone has ended the cluster with all its actors
             all_of_them = [connection_of(worker, RayConnection) for worker in workers if not worker.dropped]
             here = [p for one in all_of_them if (p := self._process_of(one.child)) is not None]
             living = [one for one in all_of_them if not (one.child.gone() or one.child.silent)]
@@ -354,10 +354,10 @@ class RayActorTransport(MessageTransport):
         CLUSTER.leave(end=self.end_cluster)
 
     def _process_of(self, actor: _Actor, *, kill: bool = False) -> int | None:
-        """Return a descriptor of its process, if that is on this node and lives.
+        """Return a pidfd of an actor's process, if that is alive and on this node.
 
-        One that was silent is killed here, or where that is asked for; one that is stopped is woken, to hear that it is
-        to leave.
+        The process is killed if it was silent, or with `kill`. Otherwise it gets SIGCONT: a stopped one could not
+        execute `leave`.
         """
         if actor.node != self._ray.get_runtime_context().get_node_id() or not hasattr(os, "pidfd_open"):
             return None
@@ -365,12 +365,12 @@ class RayActorTransport(MessageTransport):
             process = os.pidfd_open(actor.pid)
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # one that is frozen would not do it for Ray
+        with contextlib.suppress(OSError):  # a stopped process does not react to Ray
             signal.pidfd_send_signal(process, signal.SIGKILL if actor.silent or kill else signal.SIGCONT)
         return process
 
     def _cluster_answers(self) -> bool:
-        """In a thread: with nobody to answer, Ray waits for a minute and longer."""
+        """Return whether the cluster answers. A thread asks it, because Ray waits a minute or longer for a lost one."""
         asking = threading.Thread(target=self._ray.nodes, daemon=True, name="reap-asks-cluster")
         asking.start()
         asking.join(DEADLINE)
@@ -378,7 +378,7 @@ class RayActorTransport(MessageTransport):
 
 
 def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
-    """Until these have ended; those that have not after so many seconds are killed."""
+    """Wait for processes to end; those that have not after `patience` seconds are killed."""
     deadline = time.monotonic() + patience
     for fd in processes:
         if not until_ready([fd], within=deadline - time.monotonic()):
@@ -387,10 +387,10 @@ def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
         os.close(fd)
 
 
-def _short(error: BaseException) -> str:
-    """Return what Ray says, on one line, without the ids and addresses by which Ray knows the actor."""
-    lines = [line for line in str(error).splitlines() if not line.startswith(_RAYS_IDS)]
+def _death_text(error: BaseException) -> str:
+    """Return Ray's error text on one line, without the ids and addresses of the actor."""
+    lines = [line for line in str(error).splitlines() if not line.startswith(_RAY_IDS)]
     said = " ".join(" ".join(lines).split()).rpartition("Worker exit detail: ")[2]
-    if len(said) > _LONGEST_TEXT:  # a traceback: what was done is in front, what was raised at the end
+    if len(said) > _LONGEST_TEXT:  # a traceback: the call is at its start, the error at its end
         said = f"{said[: _LONGEST_TEXT // 3]} … {said[-_LONGEST_TEXT // 2 :]}"
     return f"its actor died: {said}"

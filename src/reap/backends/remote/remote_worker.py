@@ -1,10 +1,10 @@
-"""RemoteWorker: a worker elsewhere that sends its rollouts to whoever ordered them.
+"""RemoteWorker: a worker in another process or machine that sends its rollouts to its collector.
 
-    order ──► fill ──► block ──► messages ──► transport        two blocks: one is on its way while the other is filled
+    order ──► fill ──► block ──► messages ──► transport        two blocks: one is sent while the other is filled
           └─► answer ──────────► messages ──► transport
-    weights ──► staged, in the background ──► acted with from the next rollout on      (or read, where memory is shared)
+    weights ──► received in the background ──► loaded before the next rollout      (or read, where memory is shared)
 
-An order says which weights it is to find: nobody acts with older ones than were published before it was given.
+An order carries the number of the last publication of weights: it is never executed with older weights.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from reap.core.stats import TOLD, numbers_of, stats_of
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
-BLOCKS = 2  # of a remote worker
-_SPAN, _STATS = 6, 8  # where in a header its times, and the numbers about episodes, begin
+BLOCKS = 2  # memory for rollouts of a remote worker
+_SPAN, _STATS = 6, 8  # where in a header the time span and the stats begin
 _WORDS = _STATS + len(TOLD)
-_FIRST = 16  # bytes of packed weights before what is said of each: count and version
+_PREFIX = 16  # bytes at the start of packed weights: their count and version
 
 Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]
 
 
 class Message(NamedTuple):
-    """What a remote worker sends: a header of numbers, then either the bytes of a slot or any object as bytes."""
+    """A message of a remote worker: a header of numbers, then the bytes of a slot, or any object as bytes, or both."""
 
     header: np.ndarray[Any, np.dtype[np.int64]]
-    block: np.ndarray[Any, np.dtype[np.uint8]] | None  # of a rollout
-    more: bytes  # the object; or what of a rollout has no fixed size
+    block: np.ndarray[Any, np.dtype[np.uint8]] | None  # the bytes of a rollout
+    more: bytes  # the pickled object, or the parts of a rollout without a fixed size
 
     @classmethod
     def of(cls, message: Any) -> Message:
-        """Return the message that holds this object."""
+        """Return a message that holds this object."""
         data = bytes(cloudpickle.dumps(message))
         words = header()
         words[1] = len(data)
@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
     @classmethod
     def of_rollout(cls, full: RolloutReady, block: np.ndarray[Any, Any]) -> Message:
-        """Return the message for a full slot. References, finals and episodes, which have no fixed size, are bytes."""
+        """Return the message for a full slot; parts without a fixed size, like references and finals, are pickled."""
         ended = full.episodes is not None and len(full.episodes)
         kept = full.finals, full.loose, full.episodes, full.statistics, full.state_after
         more = bool(full.loose) or ended or any(one is not None for one in (kept[0], *kept[3:]))
@@ -69,14 +69,14 @@ class Message(NamedTuple):
 
 
 class Header:
-    """The numbers of a message, read."""
+    """The numbers in the header of a message, decoded."""
 
     def __init__(self, words: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self.words = words
         self.rollout, self.more, self.slot = bool(words[0]), int(words[1]), int(words[2])
 
     def full(self, more: bytes) -> RolloutReady:
-        """Return the rollout whose header this is."""
+        """Return the `RolloutReady` of this header and the pickled parts `more`."""
         finals, loose, *rest = pickle.loads(more) if more else (None, {}, None, None, None)
         frames, version, since = self.words[3:6].tolist()
         stats = stats_of(self.words[_STATS:].view(np.float64))
@@ -85,39 +85,39 @@ class Header:
 
 
 def header() -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return memory for the numbers of a message."""
+    """Return an empty header."""
     return np.zeros(_WORDS, np.int64)
 
 
 def do_nothing() -> None:
-    """Do nothing: what `done` is for a message without a block."""
+    """Do nothing; the default of `done`, for messages without a block."""
 
 
 class ParentConnection(Protocol):
-    """A remote worker's end of the transport: orders come, messages go."""
+    """A remote worker's end of the transport: it receives orders and sends messages."""
 
     def next_order(self) -> Order | None:
-        """Wait for the next order and return it; None: go home."""
+        """Wait for the next order and return it; None: end."""
 
     def send(self, message: Message, done: Callable[[], None] = do_nothing) -> None:
-        """Send, some time soon, in this order; `done` is called when its block may be used again."""
+        """Queue a message, to be sent in order; `done` is called when its block may be reused."""
 
     def finish(self) -> None:
-        """Return when everything is sent."""
+        """Wait until everything is sent."""
 
 
 class Weights(Protocol):
-    """What a remote worker acts with, from the moment it is told which tensors they are."""
+    """Where a remote worker gets new weights from, once it knows their packing."""
 
     def expect(self, packing: Packing) -> None:
-        """Learn which tensors they are."""
+        """Set the packing of the weights that will come."""
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """Copy the latest, of this number at least, into `tensors`: their version, or None if nothing is new."""
+        """Copy the latest weights, number `at_least` or later, into `tensors`; return their version, None if old."""
 
 
 class LocalWeights(Weights):
-    """On the machine of whoever publishes them: in memory that both see."""
+    """Weights in memory shared with the collector, on the same machine."""
 
     def __init__(self, file: SharedFile) -> None:
         self._file = file
@@ -127,22 +127,22 @@ class LocalWeights(Weights):
         self._shared = SharedWeights(self._file, packing)
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """Nobody has to wait: weights were written before the order was given."""
+        """Copy the latest weights without waiting: they were written before the order was sent."""
         return None if self._shared is None else self._shared.refresh(tensors)
 
 
 class WeightInbox(Weights):
-    """The latest weights that came over a transport, until they are acted with. One thread puts, another takes."""
+    """Holds the latest received weights until the worker loads them. One thread puts, another takes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._packing: Packing | None = None
         self._packed: Tensor | None = None
         self._spare: list[Tensor] = []
-        self.count = self._read = 0  # the latest that came, and that was acted with
+        self.count = self._read = 0  # the numbers of the latest received and the last loaded weights
 
-    def room(self, size: int) -> Tensor:
-        """Memory for the next; that of one that was acted with, if there is any."""
+    def memory(self, size: int) -> Tensor:
+        """Return memory for the next weights, reused from loaded ones if possible."""
         with self._changed:
             return self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8)
 
@@ -150,22 +150,22 @@ class WeightInbox(Weights):
         self._packing = packing
 
     def put(self, packed: Tensor) -> None:
-        """Keep weights that have come, as `pack_weights` makes them."""
+        """Store received weights, as packed by `pack_weights`."""
         count = int(packed[:8].view(torch.int64))
         with self._changed:
-            if count > self.count:  # on some networks messages may overtake one another
+            if count > self.count:  # on some networks messages overtake one another
                 self._spare = self._spare if self._packed is None else [self._packed]
                 self._packed, self.count = packed, count
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait any longer: no more weights will come."""
+        """End all waits, because no more weights will come."""
         with self._changed:
             self.count = 2**62
             self._changed.notify_all()
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """Wait for the message of that number, and act with the latest."""
+        """Wait for publication `at_least`, and copy the latest weights."""
         with self._changed:
             self._changed.wait_for(lambda: self.count >= at_least)
             packed, self._packed = self._packed, None
@@ -176,22 +176,22 @@ class WeightInbox(Weights):
             for tensor, count, value in zip(tensors, given.tolist(), values):
                 if count > self._read:
                     tensor.copy_(value)
-        self._read, version = (int(word) for word in packed[:_FIRST].view(torch.int64))
+        self._read, version = (int(word) for word in packed[:_PREFIX].view(torch.int64))
         with self._changed:
             self._spare = [packed]
         return version
 
 
 def weights_size(packing: Packing) -> int:
-    """Return how many bytes packed weights take."""
+    """Return the size of packed weights in bytes."""
     return _start(packing) + packing.nbytes
 
 
 def pack_weights(
     packed: Tensor, packing: Packing, named: Mapping[str, Tensor], given: Mapping[str, int], count: int, version: int
 ) -> None:
-    """Write weights as one flat message: its number, their version, in which message each was `given` last, tensors."""
-    packed[:_FIRST].view(torch.int64)[:] = torch.tensor([count, version])
+    """Write weights as one flat message: its number, their version, the message that last updated each, all tensors."""
+    packed[:_PREFIX].view(torch.int64)[:] = torch.tensor([count, version])
     counts, values = _unpack(packed, packing)
     with torch.no_grad():
         for i, (name, *_) in enumerate(packing.entries):
@@ -201,16 +201,16 @@ def pack_weights(
 
 
 def _start(packing: Packing) -> int:
-    return -(-(_FIRST + 8 * len(packing.entries)) // 64) * 64
+    return -(-(_PREFIX + 8 * len(packing.entries)) // 64) * 64
 
 
 def _unpack(packed: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
-    given = packed[_FIRST : _FIRST + 8 * len(packing.entries)].view(torch.int64)
+    given = packed[_PREFIX : _PREFIX + 8 * len(packing.entries)].view(torch.int64)
     return given, packing.views(packed[_start(packing) :].numpy())
 
 
 class RemoteWorker(WorkerServer):
-    """A worker elsewhere, which carries out the orders that are sent to it."""
+    """A worker server that executes the orders it receives."""
 
     def __init__(self, job: Job, parent: ParentConnection, weights: Weights) -> None:
         torch.set_num_threads(job.threads)
@@ -223,8 +223,8 @@ class RemoteWorker(WorkerServer):
         for index in range(BLOCKS):
             self._slots.put(Slot(self.worker.layout, index))
 
-    def obey(self, order: Order) -> None:
-        """Carry out an order."""
+    def execute(self, order: Order) -> None:
+        """Execute an order."""
         self._at_least = order[-1]
         if order[0] == "fill":
             self._fill(order[1], order[2])
@@ -234,7 +234,7 @@ class RemoteWorker(WorkerServer):
 
     def _fill(self, number: int, random: bool) -> None:
         slot = self._slots.get()
-        full = self._full(number, slot, self._collect(slot, random=random))
+        full = self._ready_message(number, slot, self._collect(slot, random=random))
         if self.writer is None:
             self._parent.send(Message.of_rollout(full, slot.block), lambda: self._slots.put(slot))
         else:
@@ -248,20 +248,20 @@ class RemoteWorker(WorkerServer):
             self.worker.version = version
 
     def do_begin(self, packing: Packing | None) -> None:
-        """All workers are there: weights come from now on."""
+        """Expect weights of this packing from now on, as all workers have started."""
         if packing is not None:
             self._weights.expect(packing)
 
     def do_load_weights(self, data: bytes, version: int) -> None:
-        """Act with weights that were sent to this worker alone."""
+        """Load weights that were sent to this worker alone."""
         self._load(cloudpickle.loads(data), version)
 
 
 def load_job(data: bytes, parent: ParentConnection) -> Job | None:
-    """Return what a worker is to do; None if that cannot be read here, which its collector is told."""
+    """Return the unpickled job of a worker. If that fails, send the error to the collector and return None."""
     try:
         job: Job = cloudpickle.loads(data)
-    except Exception as error:  # of a kind that this machine cannot import
+    except Exception as error:  # for example a class that this machine cannot import
         parent.send(Message.of(Raised.of(error, "reading what it is to do")))
         parent.finish()
         return None
@@ -269,13 +269,13 @@ def load_job(data: bytes, parent: ParentConnection) -> Job | None:
 
 
 def run_remote_worker(job: Job, parent: ParentConnection, weights: Weights) -> None:
-    """The life of a remote worker."""
+    """Run a remote worker from start to end."""
 
     def serve(worker: RemoteWorker) -> None:
-        with contextlib.suppress(ConnectionError):  # nobody is there any more
+        with contextlib.suppress(ConnectionError):  # the collector is gone
             parent.send(Message.of(worker.info))
             while (order := parent.next_order()) is not None:
-                worker.obey(order)
+                worker.execute(order)
 
     def tell(raised: Raised) -> None:
         parent.send(Message.of(raised))

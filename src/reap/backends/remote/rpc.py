@@ -1,11 +1,11 @@
-"""torch.distributed.rpc: workers that are called over TensorPipe. Orders are calls; messages are fetched one by one.
+"""torch.distributed.rpc: workers reached by calls over TensorPipe. Orders are calls; messages are fetched one by one.
 
-A process has one RPC agent: one such collector at a time, and none where you have started RPC yourself. Agents of one
-machine talk through shared memory, and listen at no port; those of several listen on the loopback interface alone, and
-talk through tunnels (see rpc_worker.py).
+A process has one RPC agent, so it can have one such collector at a time, and none if you have started RPC yourself.
+Agents on one machine communicate through shared memory and listen at no port; agents on several machines listen on the
+loopback interface alone and communicate through tunnels (see rpc_worker.py).
 
-Agents that know each other from the beginning need each other for ever: none can come later. So where workers may be
-replaced, or left out, each agent is alone, and the collector's is introduced to each as it comes.
+Agents that join one RPC group depend on each other for good, and none can join later. So where workers may be replaced
+or dropped, each agent is a group of its own, and the collector's agent is introduced to each worker's as it starts.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from reap.backends.remote.rpc_worker import (
 from reap.backends.worker_handle import WorkerHandle
 from reap.errors import UsageError, WorkerDied
 
-THREADS = 2  # an agent needs at least: one waits for messages, and orders must pass
+THREADS = 2  # least threads of an agent: one waits for messages, another passes orders
 _SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
-_LOOK = 0.05  # seconds: how often a store is asked who is there
-_ROOM = 96  # descriptors that must be left when an agent comes later
+_POLL = 0.05  # seconds between two checks of the store for agents that have started
+_SPARE_DESCRIPTORS = 96  # file descriptors that must be free to start another agent
 
 
 def _has_agent() -> bool:
     try:
         rpc.get_worker_info()
-    except RuntimeError:  # it needs one
+    except RuntimeError:  # raised where there is no agent
         return False
     return True
 
 
-def _refuse_without_room() -> None:
-    """Raise if another agent might be the one too many, in the middle of torch."""
+def _check_descriptors() -> None:
+    """Raise if another agent might use up the file descriptors, which would fail inside torch."""
     most, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd"))
-    if most - used < _ROOM:
+    if most - used < _SPARE_DESCRIPTORS:
         raise ConnectionError(
             f"torch keeps the descriptors of every agent that died (24, for one of this machine), and {used} of {most} "
             f"are open (`ulimit -n`); DistributedCollector and MultiCollector need none of them"
@@ -77,21 +77,21 @@ def _refuse_without_room() -> None:
 
 
 class _Members:
-    """Whom this process's agent can call. It is told of one at a time, and calls nobody meanwhile."""
+    """The agents that this process's agent can call. They are introduced one at a time, without calls meanwhile."""
 
     def __init__(self, common: Store) -> None:
         self._common, self._lock = common, threading.Lock()
         self._agent: Any = None
         self._introduced: dict[str, int] = {}
         self._count = 0
-        self.peers: list[str] = []  # agents whose addresses may be asked for
+        self.peers: list[str] = []  # agents whose addresses may be looked up
 
     def join(self, options: Mapping[str, Any], guard: Callable[[Store], Store]) -> None:
-        """Start this process's agent, which knows nobody."""
+        """Start this process's agent, which knows no others yet."""
         self._agent = join_agent(guard(PrefixStore(COLLECTOR, self._common)), COLLECTOR, 0, None, options)
 
     def introduce(self, agent: str) -> bool:
-        """Let the agent know another, if that is there."""
+        """Introduce another agent to this process's, and return True; False if it has not started yet."""
         if not self._common.check([f"here/{agent}"]):
             return False
         with self._lock:
@@ -104,25 +104,25 @@ class _Members:
         return True
 
     def forget(self, agent: str) -> None:
-        """One that is gone is called no more."""
+        """Remove an agent that is gone."""
         with self._lock:
             if (number := self._introduced.pop(agent, None)) is not None and self._agent is not None:
                 torch_internals.introduce_rpc_agent(self._agent, agent, number, gone=True)
 
     def call(self, agent: str, what: Callable[..., Any], *arguments: Any) -> Any:
-        """Call one of them; None: it is gone."""
+        """Call an agent and return the future; None if the agent is gone."""
         with self._lock:
             return send(agent, what, *arguments)
 
 
 class RPCConnection(MessageConnection):
-    """A worker as it is reached by calls of its agent."""
+    """The connection to one worker, by calls to its agent."""
 
     def __init__(self, worker: WorkerHandle, sent: SentWeights, child: Any, wakeup: Wakeup, members: _Members) -> None:
         super().__init__(worker, sent)
         self.agent, self._wakeup, self._members = name(worker.index, worker.restarts), wakeup, members
         self.child = NetworkChild(child, self, lambda: None)
-        self._meeting = threading.Thread(target=self._meet, name=f"reap-meets-{worker.index}", daemon=True)
+        self._introducer = threading.Thread(target=self._introduce, name=f"reap-meets-{worker.index}", daemon=True)
         self.after = threading.Thread(
             target=self.child.end_with_connection, name=f"reap-after-{worker.index}", daemon=True
         )
@@ -134,34 +134,34 @@ class RPCConnection(MessageConnection):
     def send_weights(self, packed: Tensor) -> None:
         self._members.call(self.agent, take_weights, packed)
 
-    def meet(self) -> None:
-        """Listen to it as soon as it is there."""
-        self._meeting.start()
+    def introduce(self) -> None:
+        """Start to receive messages as soon as the agent has started."""
+        self._introducer.start()
 
-    def _meet(self) -> None:
+    def _introduce(self) -> None:
         try:
             while not self._members.introduce(self.agent):
                 if self.child.process.gone():
                     raise ConnectionError
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
             self.listen()
-        except Exception:  # it is gone before it was there; or its address cannot be used, and so it is ended
+        except Exception:  # it ended before it had started, or its address is unusable, and it is ended
             self._end()
 
     def listen(self) -> None:
-        """Ask for its next messages; when they come, for those after."""
+        """Request the next message; its arrival requests the one after it."""
         future = self._members.call(self.agent, message)
-        if future is None:  # it is gone, or we are about to be
+        if future is None:  # the worker is gone, or this process is about to end
             self._end()
         else:
-            future.add_done_callback(self._heard)
+            future.add_done_callback(self._on_message)
 
-    def _heard(self, future: Any) -> None:
+    def _on_message(self, future: Any) -> None:
         try:
             said = future.value()
-            if said is None:  # it has closed its env, and only waits for us to have heard so
+            if said is None:  # it has closed its env, and only waits until we know that
                 self.child.signal(signal.SIGTERM)
-        except Exception:  # whatever TensorPipe calls it: it is gone
+        except Exception:  # whatever TensorPipe raises, the worker is gone
             said = None
         if said is None:
             self._end()
@@ -172,23 +172,23 @@ class RPCConnection(MessageConnection):
         self.listen()
 
     def _end(self) -> None:
-        self.over = True
+        self.ended = True
         self._wakeup.wake()
         self.after.start()
 
-    def let_end(self) -> None:
-        for thread in (self._meeting, self.after):
+    def join_threads(self) -> None:
+        for thread in (self._introducer, self.after):
             if thread.ident is not None:
                 thread.join(DEADLINE)
         self._members.forget(self.agent)
 
-    def hear(self) -> tuple[list[Any], bool]:
-        messages, gone = super().hear()
+    def receive(self) -> tuple[list[Any], bool]:
+        messages, gone = super().receive()
         return [self.received(said) for said in messages], gone
 
 
 class TensorPipeTransport(LaunchedTransport):
-    """Reaches workers over TensorPipe, on this machine or on nodes."""
+    """Runs workers on this machine or on nodes, and reaches them over TensorPipe."""
 
     weight_schemes = ("rpc", "per_worker", "none")
     network = "rpc"
@@ -212,9 +212,9 @@ class TensorPipeTransport(LaunchedTransport):
         if self._store is None:
             if _has_agent():
                 raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
-            self._meet_at(len(workers))
+            self._open_store(len(workers))
         elif self._local:
-            _refuse_without_room()
+            _check_descriptors()
         worlds = {one.index: replace(self._world, restarts=one.restarts) for one in workers}
         if self._node_pool is None:
             run = functools.partial(run_rpc, file=self._file)
@@ -228,20 +228,20 @@ class TensorPipeTransport(LaunchedTransport):
             connection = RPCConnection(worker, self.sent, child, self.wakeup, self._members)
             self.connect(worker, connection, child.sentinel)
         if not self._one_by_one:
-            self._see_all(workers)
+            self._wait_for_agents(workers)
             join_agent(self._guarded or self._store, COLLECTOR, 0, len(workers) + 1, self._agent)
         elif not self._joined:
             self._members.join(self._agent, self._guarded_by)
         self._joined = True
         for worker in workers:
             connection = connection_of(worker, RPCConnection)
-            connection.meet() if self._one_by_one else connection.listen()
+            connection.introduce() if self._one_by_one else connection.listen()
 
-    def _meet_at(self, count: int) -> None:
-        """Make what agents find each other by: a file on this machine, a store behind a listener for others."""
+    def _open_store(self, count: int) -> None:
+        """Create the store in which agents find each other: a file on this machine, or one behind a listener."""
         if self._local:
-            self._meeting = TemporaryFolder("rpc")
-            self._file = f"{self._meeting.path}/agents"
+            self._folder = TemporaryFolder("rpc")
+            self._file = f"{self._folder.path}/agents"
             self._store = FileStore(self._file, -1)
             self._store.set_timeout(JOIN)
             if all(os.path.exists(path) for path in _SHM_NEEDS):
@@ -272,11 +272,11 @@ class TensorPipeTransport(LaunchedTransport):
         super().retire(worker)
         self.cut_off(connection_of(worker, RPCConnection))
 
-    def _see_all(self, workers: Sequence[WorkerHandle]) -> None:
-        """Agents wait for all others, dead or alive. So first see that they live."""
+    def _wait_for_agents(self, workers: Sequence[WorkerHandle]) -> None:
+        """Wait until all agents are about to start: once started, they wait for all others, even for dead ones."""
         keys = [f"here/{name(worker.index)}" for worker in workers]
         while not all(self._store.check([key]) for key in keys):
-            self.wait_for_wakeup(_LOOK)
+            self.wait_for_wakeup(_POLL)
             for worker, child in zip(workers, self._children.values()):
                 if child.gone():
                     raise WorkerDied(str(child.death())).at(worker=worker.name)
@@ -309,5 +309,5 @@ class TensorPipeTransport(LaunchedTransport):
             self._guarded.close()
         if self._node_pool is not None:
             self._node_pool.close(DEADLINE)
-        if hasattr(self, "_meeting"):
-            self._meeting.close()
+        if hasattr(self, "_folder"):
+            self._folder.close()

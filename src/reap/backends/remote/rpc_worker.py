@@ -1,13 +1,13 @@
-"""The worker's side of torch.distributed.rpc: what workers are called for, and how agents find each other.
+"""The worker's side of torch.distributed.rpc: the functions called in workers, and how agents find each other.
 
-    collector ── weights ┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
+    collector ── weights ┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: each agent sends to two
                          └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
 
-Where workers may be replaced, or left out, no agent may need another: each is a world of its own, the collector's is
-told of each as it comes, and sends weights to all of them itself.
+Where workers may be replaced or dropped, no agent may depend on another: each is an RPC group (world) of its own. The
+collector's agent is introduced to each as it starts, and sends weights to all of them itself.
 
-An agent knows no secrets and does what it is told. So on one machine it listens at no port, and else on the loopback
-interface alone; to other machines it is reached through a listener, and reaches their agents through tunnels.
+An agent checks no secret and executes any call. So on one machine it listens at no port, and otherwise on the loopback
+interface alone: other machines reach it through a listener, and it reaches their agents through tunnels.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from reap.core.shared_slots import SharedFile
 from reap.errors import UsageError
 
 COLLECTOR = "collector"
-JOIN = timedelta(seconds=60)  # for all agents to be there, once all processes are
+JOIN = timedelta(seconds=60)  # for all agents to start, once all processes have
 _INTERFACE = "TP_SOCKET_IFNAME"  # where agents listen
-_BRANCHES = 2  # to how many everybody sends weights
-_ADDRESSES = "addrs/"  # how torch calls them in the store
-_NOWHERE = b"uv://127.0.0.1:1"  # of an agent we never call
+_BRANCHES = 2  # number of agents to which each one sends weights
+_ADDRESSES = "addrs/"  # torch's key prefix in the store
+_NOWHERE = b"uv://127.0.0.1:1"  # the address given for an agent we never call
 
-_workers: list[MailboxWorker] = []  # of this process: what is called finds it here
-_below: list[str] = []  # agents to which this one sends weights on
-_built = threading.Event()  # once there is a remote worker
+_workers: list[MailboxWorker] = []  # the worker of this process, for the functions called in it
+_below: list[str] = []  # agents to which this one forwards weights
+_built = threading.Event()  # set when the worker is in `_workers`
 
 
 def name(index: int, restarts: int = 0) -> str:
-    """Of a worker's agent: another in its place has another."""
+    """Return the name of a worker's agent; a replacement has a new one."""
     return f"worker-{index}-{restarts}"
 
 
 def address_key(agent: str, world: str | None = None) -> str:
-    """Where the address of an agent is for those of a `world` (its own), in the store that all have in common."""
+    """Return the key of an agent's address in the common store, as members of a `world` (default: its own) read it."""
     return f"{world or agent}/{_ADDRESSES}{agent}"
 
 
 def below(index: int, workers: int) -> list[int]:
-    """To whom a worker sends weights on; the collector is number -1."""
+    """Return the workers to which a worker forwards weights; the collector is number -1."""
     first = _BRANCHES * (index + 1)
     return [i for i in range(first, first + _BRANCHES) if i < workers]
 
 
 class GuardedStore(Store):
-    """A store in which agents of other machines are found at the ends of tunnels.
+    """A store that replaces addresses of agents on other machines by those of tunnels to them.
 
-    Torch puts the address of an agent into it, and asks for those of all others.
+    Torch sets the address of its own agent, and gets those of all others.
     """
 
     def __init__(self, store: Store, secret: bytes, listen: str, peers: Sequence[str]) -> None:
@@ -74,18 +74,18 @@ class GuardedStore(Store):
         self._tunnels: dict[str, Tunnel] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """Set a value; an address is that of a listener here."""
+        """Set a value; in place of our own agent's address, set that of a listener for it."""
         if _ADDRESSES in key:
             self._own = (key.encode(), bytes(value))
             port = int(bytes(value).rsplit(b":", 1)[1])
             services: dict[str, Any] = {}
             self._listener = AuthenticatedListener(self._listen, 0, self._secret, services)
-            services["agent"] = self._listener.lead_to(port)
+            services["agent"] = self._listener.forward_to(port)
             value = f"{self._listen} {self._listener.port} {port}"
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return a value; an address is that of a tunnel here."""
+        """Return a value; in place of another agent's address, return that of a tunnel to it."""
         if key.encode() == self._own[0]:
             return self._own[1]
         value = bytes(self._store.get(key))
@@ -95,7 +95,7 @@ class GuardedStore(Store):
         if peer not in self._peers:
             return _NOWHERE
         host, listener, port = value.decode().split()
-        if host != self._listen:  # another machine. The same port here: agents tell each other which they have
+        if host != self._listen:  # another machine. Same port as there: agents tell each other their ports
             try:
                 self._tunnels[peer] = Tunnel(host, int(listener), self._secret, "agent", at=int(port))
             except UsageError as error:
@@ -106,7 +106,7 @@ class GuardedStore(Store):
         return f"uv://{LOOPBACK}:{port}".encode()
 
     def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
-        """Set a key if it has the expected value, as the store itself does; returns what it has now."""
+        """Set a key if it has the expected value, as the store itself does; return its value now."""
         return bytes(self._store.compare_set(key, expected, wanted))
 
     def check(self, keys: list[str]) -> bool:
@@ -114,7 +114,7 @@ class GuardedStore(Store):
         return bool(self._store.check(keys))
 
     def cut(self, peer: str) -> None:
-        """Close the tunnel to a peer that is out of reach, so that nobody waits for it."""
+        """Close the tunnel to a peer that is out of reach, so that no call waits for it."""
         if peer in self._tunnels:
             self._tunnels.pop(peer).close()
 
@@ -126,23 +126,23 @@ class GuardedStore(Store):
 
 
 def join_agent(store: Store, own: str, rank: int, size: int | None, options: Mapping[str, Any]) -> Any:
-    """Start this process's agent, and return it when all are there. `size` None: whoever comes is introduced to it."""
+    """Start this process's agent, and return it when all have joined. `size` None: others are introduced later."""
     with torch_internals.on_loopback(_INTERFACE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what torch itself does there
+        warnings.simplefilter("ignore")  # about what torch itself does in there
         return torch_internals.start_rpc_agent(store, own, rank, size, options)
 
 
 @dataclass(frozen=True)
 class RPCWorld:
-    """Which agents there are. `alone`: each knows itself only, and the collector all."""
+    """The agents of a collector. `alone`: each worker's agent knows itself only, and the collector's knows all."""
 
     workers: int
     options: Mapping[str, Any]
     alone: bool = False
-    restarts: int = 0  # of the worker that is told
+    restarts: int = 0  # of the worker that receives this object
 
     def join(self, index: int, common: Store, guard: Callable[[Store], Store] = lambda store: store) -> None:
-        """Start a worker's agent; returns when it can be called."""
+        """Start a worker's agent, and return when it can be called."""
         own = name(index, self.restarts)
         if self.alone:
             join_agent(guard(PrefixStore(own, common)), own, 0, 1, self.options)
@@ -153,44 +153,44 @@ class RPCWorld:
             _below.extend(self.below(index))
 
     def below(self, index: int) -> list[str]:
-        """To whom a worker sends weights on."""
+        """Return the agents to which a worker forwards weights."""
         return [] if self.alone else [name(i) for i in below(index, self.workers)]
 
 
-def _live(job: bytes, shared: LocalWeights | None = None) -> None:
+def _run_worker(job: bytes, shared: LocalWeights | None = None) -> None:
     remote_worker = MailboxWorker(shared)
     _workers.append(remote_worker)
     _built.set()
-    remote_worker.run(job)  # in this thread, the main one: it is the one that hears when it is told to go
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything is closed: no more clean-up that this could interrupt
-    threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
+    remote_worker.run(job)  # in this thread, the main one: it is the one that handles signals
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is closed: a signal can interrupt no clean-up
+    threading.Event().wait()  # the collector fetches the last message, then ends this process
 
 
 def run_rpc(connection: Any, fds: Any, *, job: bytes, index: int, file: str, world: RPCWorld) -> None:
-    """The life of a worker of this machine: agents meet in a file that only this user can open.
+    """Run a worker on this machine: agents find each other in a file that only this user can open.
 
-    `fds`: of the memory weights are in.
+    `fds`: the descriptor of the memory of the weights.
     """
     store = FileStore(file, -1)
     store.set_timeout(JOIN)
     world.join(index, store)
-    _live(job, LocalWeights(SharedFile(fd=fds[0])))
+    _run_worker(job, LocalWeights(SharedFile(fd=fds[0])))
 
 
 def run_rpc_on_node(
     connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any
 ) -> None:
-    """The life of a worker of a node."""
+    """Run a worker on a node."""
     store = TCPStore(LOOPBACK, address["port"], is_master=False, wait_for_workers=False, timeout=JOIN)
     world = RPCWorld(**more)
     guard = functools.partial(
         GuardedStore, secret=address["secret"], listen=address["listen"], peers=world.below(index)
     )
     world.join(index, store, guard)
-    _live(job)
+    _run_worker(job)
 
 
-# ---- what is called --------------------------------------------------------------------------------------------------
+# ---- functions called over RPC ---------------------------------------------------------------------------------------
 
 
 def _worker() -> MailboxWorker:
@@ -204,7 +204,7 @@ def order(number: int, what: Order | None) -> None:
 
 
 def message() -> tuple[Tensor, Tensor | None, bytes] | None:
-    """Wait for the next message and return it; None: there will be no more."""
+    """Wait for the next message and return it; None: there are no more."""
     found = _worker().message()
     if found is None:
         return None
@@ -213,14 +213,14 @@ def message() -> tuple[Tensor, Tensor | None, bytes] | None:
 
 
 def take_weights(packed: Tensor) -> None:
-    """Take new weights, and send them on to the workers below this one."""
+    """Store new weights, and forward them to the workers below this one."""
     for agent in _below:
         send(agent, take_weights, packed)
     _worker().take_weights(packed.numpy())
 
 
 def send(agent: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an agent and return the future; None if it is gone, which whoever listens finds out."""
+    """Call an agent and return the future; None if it is gone, which the receiving side finds out."""
     try:
         return rpc.rpc_async(agent, call, args=arguments, timeout=0)
     except RuntimeError:
