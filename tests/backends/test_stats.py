@@ -8,7 +8,7 @@ import pytest
 from reap.collectors import AsyncBatchedCollector, AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector
 from reap.core.measuring.episode_log import COLUMNS, DISCOUNTED, LENGTH, RETURN, TIME, WORKER, EpisodeLog
-from reap.core.stats import Stats
+from reap.core.measuring.stats import Stats
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.testing import CountingEnv, EchoPolicy
 from tests.faults.worlds import healthy

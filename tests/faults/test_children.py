@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from reap._system.messages import until_ready
-from reap._system.pickling import dumps
+from reap._system.messages.framed import until_ready
+from reap._system.messages.pickling import dumps
 from reap._system.processes import Child, end
 from tests.faults.worlds import freeze
 

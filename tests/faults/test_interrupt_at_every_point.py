@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from reap._system.conversation import Answer, ChildSilent, Conversation
-from reap._system.messages import MessageSocket
+from reap._system.messages.framed import MessageSocket
 from reap.collectors import AsyncCollector, Collector, MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.envs.parallel.process_workers import ThreadedProcessWorkers

@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from reap._system.messages import send
-from reap._system.pickling import dumps
+from reap._system.messages.framed import send
+from reap._system.messages.pickling import dumps
 from reap._system.processes import Child, end
 from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv

@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import nn
 
-from reap._system.pickling import dumps, pack
+from reap._system.messages.pickling import dumps, pack
 from reap.envs import ParallelEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv

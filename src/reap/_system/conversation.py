@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from reap._system.fork_server.child import TOLD_TO_GO, no_more_goodbyes
 from reap._system.interrupts import Interrupts
-from reap._system.messages import until_ready
-from reap._system.pickling import dumps
+from reap._system.messages.framed import until_ready
+from reap._system.messages.pickling import dumps
+from reap._system.messages.remote_errors import Raised
 from reap._system.processes import Child
-from reap._system.remote_errors import Raised
 
 T = TypeVar("T")
 

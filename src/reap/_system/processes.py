@@ -41,10 +41,10 @@ from reap._system.fork_server.client import ForkServer, common_fork_server, why_
 from reap._system.fork_server.orphans import end_programs_of
 from reap._system.fork_server.server import STATUS
 from reap._system.forks import guard
-from reap._system.messages import MessageSocket
-from reap._system.pickling import Packed
+from reap._system.messages.framed import MessageSocket
+from reap._system.messages.pickling import Packed
+from reap._system.messages.remote_errors import RemoteTraceback
 from reap._system.process_state import state_for_child
-from reap._system.remote_errors import RemoteTraceback
 from reap._system.shared_objects.descriptors import OwnedFd, send_fds
 from reap._system.silence import silent_error
 from reap._system.stacks import STACK_FILE, polled_text, process_stacks, processes_below

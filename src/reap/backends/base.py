@@ -77,7 +77,7 @@ class WorkerReport:
     frames: int  # collected, whether or not the consumer has taken them
     rollouts: int
     size: int  # frames in a full rollout
-    stats: Mapping[str, Any]  # its counts, keyed by the names in `reap.core.stats.TOLD`
+    stats: Mapping[str, Any]  # its counts, keyed by the names in `reap.core.measuring.stats.TOLD`
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Backend(Protocol):
     on_rollout: Callable[..., None] | None  # called with worker, span, frames and version of each rollout
 
     def profile(self, settings: Any) -> None:
-        """Make workers trace their rollouts: settings by worker (core/profiling.py), None to end a trace."""
+        """Make workers trace their rollouts: settings by worker (core/measuring/profiling.py), None to end a trace."""
 
     def start(self) -> None:
         """Build the workers. Errors raised while building them are raised here."""

@@ -24,8 +24,8 @@ from reap._system.threads import stack_of
 from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport, halt_when
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.profiling import RolloutTracer, TraceSettings
 from reap.core.measuring.times import WorkClock
-from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError, WorkerSilent, WrongState
 from reap.failures import FailurePolicy, RestartBudget

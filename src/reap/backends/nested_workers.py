@@ -16,7 +16,7 @@ import cloudpickle
 import numpy as np
 from torch import Tensor
 
-from reap._system.remote_errors import Raised
+from reap._system.messages.remote_errors import Raised
 from reap.backends.delivery import AsReady, InStep
 from reap.backends.joint_slot import common_layout
 from reap.backends.local.shared_memory import SharedMemoryTransport
@@ -25,8 +25,8 @@ from reap.backends.worker_backend import WorkerBackend
 from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.measuring.episode_log import LANE, WORKER
 from reap.core.measuring.moments import RunningStatistics
+from reap.core.measuring.stats import together
 from reap.core.slot import TRAJ_IDS, Slot, State
-from reap.core.stats import together
 from reap.core.worker import Plan
 from reap.errors import WorkerError
 

@@ -31,9 +31,9 @@ from typing import Any
 
 from reap._system.conversation import Answer
 from reap._system.interrupts import Interrupts
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
+from reap._system.messages.remote_errors import Raised
 from reap._system.processes import BOOT, LEAVE
-from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
 from reap._system.threads import LINGER, see_to
 from reap._system.worker_log import record

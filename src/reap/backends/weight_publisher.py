@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
 from reap.backends.base import WeightChannel
 from reap.backends.supervisor import Supervisor
 from reap.backends.worker_handle import WorkerHandle

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from reap._system.fork_server.client import enough_room
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
 from reap.backends.base import Backend, Delivery, Rollout, Transport, WorkerActivity, WorkerReport
 from reap.backends.delivery import NO_LIMIT, IntoBuffer
 from reap.backends.supervisor import OnAnswer, Supervisor
@@ -25,9 +25,9 @@ from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed_hooks
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import as_moments, as_tensors, merged
+from reap.core.measuring.stats import Stats
 from reap.core.measuring.times import WorkClock
 from reap.core.resume import anew
-from reap.core.stats import Stats
 from reap.errors import ReapError, UsageError, WrongState
 from reap.failures import FailurePolicy
 from reap.seeding import chain, fresh_seed, restart_seed

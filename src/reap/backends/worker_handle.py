@@ -9,8 +9,8 @@ from typing import Any
 
 from reap.backends.base import WorkerConnection, WorkerLiveness
 from reap.backends.worker_server import Job, WorkerInfo
+from reap.core.measuring.stats import Stats, added, counted_on
 from reap.core.slot import Slot
-from reap.core.stats import Stats, added, counted_on
 
 
 class WorkerHandle:

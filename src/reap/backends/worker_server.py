@@ -11,17 +11,17 @@ import cloudpickle
 from torch import Tensor, nn
 
 from reap._system.conversation import Answer, answered
-from reap._system.pickling import dumps
-from reap._system.remote_errors import Raised
+from reap._system.messages.pickling import dumps
+from reap._system.messages.remote_errors import Raised
 from reap.backends.worker_view import WorkerView
 from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.ledger import TrajectoryIds
 from reap.core.measuring.episode_log import Episodes
 from reap.core.measuring.moments import Moments, Name, as_tensors
+from reap.core.measuring.profiling import RolloutTracer, TraceSettings
 from reap.core.measuring.times import WorkClock
 from reap.core.policies.as_policy import PolicyWarning
-from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.resume import without_episodes
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker

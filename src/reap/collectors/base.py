@@ -37,10 +37,10 @@ from reap.collectors.parts.profiling import ProfileConfig, Profiler
 from reap.collectors.parts.updaters import as_updater
 from reap.collectors.parts.weight_updates import WeightUpdates, Workers, weights_by_model
 from reap.core.attribute_path import get_attribute
+from reap.core.measuring.stats import told
 from reap.core.measuring.times import WorkClock
 from reap.core.policies.exploration import exploration_type
 from reap.core.resume import without_episodes
-from reap.core.stats import told
 from reap.errors import ReapError, UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState, warn
 from reap.progress import progress
 from reap.watching.watch import Watch

@@ -33,7 +33,7 @@ from reap.arguments import count, function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.episodes import EpisodePlayer, build, lanes_of
 from reap.collectors.parts.background import ended_by
-from reap.core.capture.chance import beside_the_learner
+from reap.core.capture.generator_state import beside_the_learner
 from reap.core.policies.signature import exploration_keywords
 from reap.core.policy import RandomPolicy
 from reap.core.resume import generators, set_generators

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
-from reap._system.pickling import Packed, pack_bytes
+from reap._system.messages.pickling import Packed, pack_bytes
 from reap.arguments import MOST_LANES, whole
 from reap.backends.background_runner import BackgroundRunner
 from reap.backends.base import Delivery

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from reap._system.pickling import pack
+from reap._system.messages.pickling import pack
 from reap.backends.base import Transport
 from reap.backends.local.inline_workers import InlineTransport
 from reap.backends.local.shared_memory import SharedMemoryTransport

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reap._system.pickling import Packed
+from reap._system.messages.pickling import Packed
 from reap.collectors.options import Options
 from reap.core.env import Env
 from reap.core.failure_record import RecordsActions, as_bytes

@@ -12,8 +12,8 @@ import numpy as np
 
 from reap.core.columns.skipped_rows import clear_rest, close_gaps, running
 from reap.core.measuring.episode_log import EPISODE_LENGTH, EPISODE_RETURN
+from reap.core.measuring.stats import Stats
 from reap.core.slot import CUT, FLAGS, MASK, TRAJ_IDS, VERSION, Slot
-from reap.core.stats import Stats
 from reap.spec import EnvSpec
 
 Array = np.ndarray[Any, Any]

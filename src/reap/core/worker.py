@@ -21,6 +21,7 @@ from reap.core.lanes.ready import NEXT_LANE_AT, Sorter, delivered
 from reap.core.lanes.stream import ENV_INDEX, Stream
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.measuring.episode_log import EPISODE_COLUMNS
+from reap.core.measuring.stats import Stats
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.buckets import Bucketed
@@ -32,7 +33,6 @@ from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPoli
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop
 from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot, State
-from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
 from reap.failures import Rebuilds

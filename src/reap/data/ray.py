@@ -22,7 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap._system.forks import guard, refuse_all
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
 from reap.backends.remote.ray import CLUSTER, import_ray
 from reap.buffers.replay import ReplayBuffer
 from reap.buffers.row_source import Feed, sample_while

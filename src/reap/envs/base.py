@@ -16,12 +16,12 @@ from reap.core.columns.assemble_ragged import assembler, frame
 from reap.core.columns.batch_columns import columns_of, current_for, layout_by_hand
 from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
+from reap.core.measuring.stats import Stats
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import visible_columns
 from reap.core.rollout import RolloutLoop
 from reap.core.slot import FLAGS, Layout, RowKeys, Slot
-from reap.core.stats import Stats
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.spec import AnyKey, Key, Leaf, as_key, show

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from reap._system.forks import renew
 from reap._system.listener import PATIENCE, Refused, dial
-from reap._system.remote_errors import Raised
+from reap._system.messages.remote_errors import Raised
 from reap.errors import NotReady, ServerGone, WrongArgument
 from reap.inference.requests import Columns, Request, RequestQueue, timeout_error
 from reap.spec import Key, as_key, show_keys

@@ -24,8 +24,8 @@ from typing_extensions import Self
 
 from reap._system.conversation import Answer, ChildGone, ChildSilent, Conversation, answered, live
 from reap._system.forks import guard, refuse_all
-from reap._system.messages import send
-from reap._system.pickling import pack
+from reap._system.messages.framed import send
+from reap._system.messages.pickling import pack
 from reap._system.processes import BOOT, DEADLINE, Child, StartMethod, end
 from reap.arguments import count
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest

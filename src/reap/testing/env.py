@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from reap._system.pickling import pack
+from reap._system.messages.pickling import pack
 from reap.envs import as_env
 from reap.envs.accept import is_env, torch_hint
 from reap.envs.adapters.envpool import is_envpool

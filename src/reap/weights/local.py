@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from reap._system.pickling import shared_in
+from reap._system.messages.pickling import shared_in
 from reap.errors import SpecMismatch, WrongArgument, nearest
 
 _EXTRA = "_extra_state"

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from reap._system.debugging import refuse_breakpoints
 from reap._system.fork_server.orphans import MARK, mark_of
-from reap._system.pickling import Packed
+from reap._system.messages.pickling import Packed
 from reap._system.process_state import adopt, finish_sharing
 from reap._system.shared_objects.descriptors import received_fds
 

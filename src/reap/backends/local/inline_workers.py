@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from reap._system.interrupts import Interrupts
-from reap._system.pickling import dumps, pack
+from reap._system.messages.pickling import dumps, pack
+from reap._system.messages.remote_errors import Raised, as_reap_error
 from reap._system.processes import DEADLINE
-from reap._system.remote_errors import Raised, as_reap_error
 from reap._system.silence import Silence
 from reap._system.threads import stack_of
 from reap.backends.base import Halted, WorkerConnection, halt_when

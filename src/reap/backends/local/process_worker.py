@@ -26,9 +26,9 @@ import torch
 
 from reap._system.conversation import live
 from reap._system.fork_server.child import leave_at, settle
-from reap._system.messages import send
-from reap._system.pickling import dumps
-from reap._system.remote_errors import Raised
+from reap._system.messages.framed import send
+from reap._system.messages.pickling import dumps
+from reap._system.messages.remote_errors import Raised
 from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
 from reap.backends.worker_server import HELLO, EnvRebuilt, Job, WorkerServer, what_it_did

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from reap.core.measuring.episode_log import COLUMNS, Episodes, UntoldEpisodes
+from reap.core.measuring.stats import TOLD, numbers_of, stats_of
 from reap.core.shared_slots import SharedFile
-from reap.core.stats import TOLD, numbers_of, stats_of
 
 NOWHERE = -1  # the step of a worker outside a rollout
 BETWEEN = -2  # the step of a worker in a rollout, but between steps: hooks, weights, postproc, writing

@@ -19,7 +19,7 @@ from typing import Any
 
 from reap._system.conversation import Conversation
 from reap._system.interrupts import Interrupts
-from reap._system.pickling import pack
+from reap._system.messages.pickling import pack
 from reap._system.processes import DEADLINE, LAST_STEP, Child, StartMethod, end
 from reap._system.silence import Silence
 from reap.backends.base import WorkerConnection

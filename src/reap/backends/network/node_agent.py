@@ -21,7 +21,7 @@ from typing import Any
 
 from reap._system.fork_server.client import get_ready
 from reap._system.listener import Refused, dial
-from reap._system.pickling import pack_bytes
+from reap._system.messages.pickling import pack_bytes
 from reap._system.processes import DEADLINE, Child, end
 from reap.backends.network.authenticated_listener import Tunnel
 from reap.backends.network.node_connection import NodeConnection

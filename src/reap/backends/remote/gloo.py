@@ -27,7 +27,7 @@ from torch import Tensor
 
 from reap._system import silence
 from reap._system.interrupts import Wakeup
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
 from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
 from reap._system.stacks import all_at_once

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from reap._system.interrupts import Interrupts, Wakeup
-from reap._system.pickling import pack_bytes
+from reap._system.messages.pickling import pack_bytes
+from reap._system.messages.remote_errors import Raised
 from reap._system.processes import DEADLINE, LEAVE, Child, StartMethod, end
-from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
 from reap._system.threads import wait_for_ends
 from reap.backends.base import Transport, WeightChannel, WorkerConnection

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from reap._system.interrupts import Wakeup
-from reap._system.messages import until_ready
-from reap._system.pickling import dumps
+from reap._system.messages.framed import until_ready
+from reap._system.messages.pickling import dumps
 from reap._system.processes import BOOT, DEADLINE
 from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights, connection_of
 from reap.backends.remote.ordered_mailbox import MailboxWorker

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from reap._system.conversation import live
-from reap._system.remote_errors import Raised
+from reap._system.messages.remote_errors import Raised
 from reap.backends.worker_server import Job, RolloutReady, WorkerServer, what_it_did
+from reap.core.measuring.stats import TOLD, numbers_of, stats_of
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Slot
-from reap.core.stats import TOLD, numbers_of, stats_of
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 

@@ -25,7 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store, rpc  # type: ignore
 
 from reap._foreign import torch_internals
 from reap._system.interrupts import Wakeup
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
 from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
 from reap._system.temporary import TemporaryFolder

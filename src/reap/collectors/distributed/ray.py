@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self, Unpack
 
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
 from reap.arguments import mapping, whole
 from reap.backends.remote.message_transport import connection_of
 from reap.backends.remote.ray import RayActorTransport, RayConnection

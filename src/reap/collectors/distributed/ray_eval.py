@@ -17,7 +17,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
 from reap._system.forks import guard, refuse_all
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
 from reap.arguments import count
 from reap.backends.remote.ray import import_ray
 from reap.errors import WrongState

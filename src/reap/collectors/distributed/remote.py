@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from reap._system.pickling import pack_bytes
+from reap._system.messages.pickling import pack_bytes
 from reap.arguments import flag
 from reap.backends.local.pauses import Paused
 from reap.backends.nested_workers import NestedWorkers

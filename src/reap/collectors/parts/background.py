@@ -28,7 +28,7 @@ from reap._system.interrupts import Interrupts
 from reap._system.threads import CTRL_C, join
 from reap.backends.base import Halted
 from reap.backends.local.pauses import AGAIN, Paused, Pauses
-from reap.core.capture.chance import beside_the_learner
+from reap.core.capture.generator_state import beside_the_learner
 from reap.errors import NotReady, WorkerRaised, WorkerSilent
 
 T = TypeVar("T")

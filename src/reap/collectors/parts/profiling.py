@@ -19,7 +19,7 @@ from typing import Any
 
 from reap.arguments import count
 from reap.backends.base import Backend
-from reap.core.profiling import ACTIVITIES, TraceSettings, activities_of
+from reap.core.measuring.profiling import ACTIVITIES, TraceSettings, activities_of
 from reap.errors import UsageError, WrongArgument, nearest
 
 _log = logging.getLogger("reap")

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from reap._foreign import torch_internals
-from reap.core.capture.chance import is_shared
+from reap.core.capture.generator_state import is_shared
 
 _TORCH = os.path.dirname(torch.__file__)
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions")

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reap._foreign import torch_internals
-from reap.core.capture.chance import is_shared, position, probe_generator, put_back, same_position
 from reap.core.capture.fingerprint import Fingerprint
 from reap.core.capture.frame_stacks import moved_in_place
+from reap.core.capture.generator_state import is_shared, position, probe_generator, put_back, same_position
 from reap.core.capture.grey_pictures import with_grey_pictures
 from reap.core.capture.recorder import (
     Call,

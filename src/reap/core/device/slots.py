@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from reap.core.measuring.episode_log import EPISODE_LENGTH, EPISODE_RETURN, NO_EPISODES, RECENT, Episodes
+from reap.core.measuring.stats import Stats
 from reap.core.slot import FLAGS, TRAJ_IDS, VERSION, Layout, Slot
-from reap.core.stats import Stats
 from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf
 
 

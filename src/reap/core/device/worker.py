@@ -19,6 +19,7 @@ from reap.core.device.recurrent_lanes import DeviceRecurrentState
 from reap.core.device.slots import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
 from reap.core.env import Env
 from reap.core.measuring.episode_log import EPISODE_COLUMNS
+from reap.core.measuring.stats import Stats
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.as_policy import as_policy
 from reap.core.policies.call_policy import CallPolicy
@@ -29,7 +30,6 @@ from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
 from reap.core.rollout import RolloutLoop
 from reap.core.slot import FLAGS, Pool, Slot, State
-from reap.core.stats import Stats
 from reap.core.worker import Plan
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError

@@ -20,7 +20,7 @@ import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 
-from reap.core.capture.chance import is_shared
+from reap.core.capture.generator_state import is_shared
 from reap.core.columns.object_columns import ObjectColumn
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.call_policy import CallPolicy

@@ -16,7 +16,7 @@ import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from reap.core.capture.chance import position, probe_generator, put_back
+from reap.core.capture.generator_state import position, probe_generator, put_back
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in, undisturbed
 from reap.core.capture.replay import Captured, Halves

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from reap.core.capture.chance import is_shared
+from reap.core.capture.generator_state import is_shared
 from reap.core.resume import generators, set_generators
 
 

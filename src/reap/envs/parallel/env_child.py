@@ -22,9 +22,9 @@ import torch
 from reap._system.affinity import Cores, settle_on
 from reap._system.conversation import answered, live
 from reap._system.fork_server.child import settle
-from reap._system.messages import send
-from reap._system.pickling import dumps
-from reap._system.remote_errors import Raised
+from reap._system.messages.framed import send
+from reap._system.messages.pickling import dumps
+from reap._system.messages.remote_errors import Raised
 from reap.core.env import Env, Rows
 from reap.core.resume import CannotResume, generators, set_generators
 from reap.core.shared_slots import SharedFile

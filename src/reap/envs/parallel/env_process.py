@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from reap._system import silence
 from reap._system.conversation import ChildGone, ChildSilent, Conversation
 from reap._system.interrupts import Interrupts
-from reap._system.pickling import Packed
+from reap._system.messages.pickling import Packed
+from reap._system.messages.remote_errors import Raised
 from reap._system.processes import DEADLINE, Child, StartMethod, end
-from reap._system.remote_errors import Raised
 from reap._system.worker_log import record
 from reap.envs.parallel.env_child import CALL, ORDER, Traits
 from reap.envs.parallel.lane_workers import lanes_named

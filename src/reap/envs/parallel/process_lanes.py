@@ -26,7 +26,7 @@ from reap._system.affinity import Cores
 from reap._system.fork_server.client import enough_room
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
-from reap._system.pickling import pack
+from reap._system.messages.pickling import pack
 from reap._system.processes import BOOT, DEADLINE, LAST_STEP, StartMethod, end
 from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to

@@ -17,7 +17,7 @@ from reap._system.conversation import Answer
 from reap._system.fork_server.client import enough_room
 from reap._system.fork_server.server import MOST_FDS
 from reap._system.interrupts import Interrupts
-from reap._system.remote_errors import Raised
+from reap._system.messages.remote_errors import Raised
 from reap.core.slot import Row
 from reap.envs.parallel.env_child import FDS, ORDER, PING, RESET
 from reap.envs.parallel.env_process import EnvProcess

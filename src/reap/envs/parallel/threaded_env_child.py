@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from reap._system.messages import send
-from reap._system.remote_errors import Raised
+from reap._system.messages.framed import send
+from reap._system.messages.remote_errors import Raised
 from reap.core.slot import Layout, Row
 from reap.envs.parallel.env_child import DRAW, END, FDS, ORDER, RESET, STEP, STEP_SOME, EnvChild, Rebuilt
 from reap.envs.parallel.thread_workers import ThreadWorkers

@@ -31,7 +31,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap._foreign import torchrl_internals
-from reap.core.capture.chance import position, probe_generator, put_back
+from reap.core.capture.generator_state import position, probe_generator, put_back
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows

@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDictBase
 
 from reap._foreign import torchrl_internals
-from reap._system.pickling import before_packing
+from reap._system.messages.pickling import before_packing
 from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
 from reap.envs.step_limit import STEP_COUNT, StepLimit

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 
 from reap._foreign import torchrl_internals
-from reap._system.remote_errors import Raised
+from reap._system.messages.remote_errors import Raised
 from reap.core.env import Env
 from reap.core.slot import Layout, Row, RowKeys
 from reap.envs.adapters.gymnasium import GymLanes

@@ -7,7 +7,7 @@ import pickle
 import traceback
 
 from reap._system.debugging import debugger_left
-from reap._system.pickling import dumps
+from reap._system.messages.pickling import dumps
 from reap.errors import ReapError, WorkerRaised, as_raised
 
 
