@@ -176,9 +176,9 @@ class Rebuilds:
             return "reset_when_done=False lets lanes rest, and one that was made anew would not be told apart"
         if plan.deterministic:
             return "deterministic=True has a lane go on exactly where it was, which an env that was made anew is not"
-        if env.tells_cuts or env.rebuild_lanes(self._replace):
+        if env.reports_cuts or env.rebuild_lanes(self._replace):
             return None
-        return env.not_rebuilt()  # type: ignore[no-any-return]
+        return env.why_not_rebuilt()  # type: ignore[no-any-return]
 
     def _replace(self, lane: int, error: ReapError, make: Callable[[], Any]) -> Any:
         """Return what `make` makes, in place of an env that raised."""

@@ -110,13 +110,13 @@ def test_in_the_background(kind):
 
 def test_a_free_worker_keeps_what_there_is_no_room_for():
     from reap.backends.local import shared_counters
-    from reap.core.measuring.episode_log import COLUMNS, TIME, UntoldEpisodes
+    from reap.core.measuring.episode_log import COLUMNS, TIME, UnreportedEpisodes
     from reap.core.shared_slots import SharedFile
 
     file = SharedFile()
     words = shared_counters.SharedCounters(file, 2)
     file.close()
-    untold = UntoldEpisodes()
+    untold = UnreportedEpisodes()
     rows = np.zeros((shared_counters._RING + 10, len(COLUMNS)))
     rows[:, TIME] = np.arange(len(rows))
     untold.add(rows)
@@ -300,9 +300,9 @@ def test_the_parts_of_the_time_add_up(workers):
 
 
 def test_episodes_nobody_asks_for_hold_the_memory_of_those_that_are_kept():
-    from reap.core.measuring.episode_log import COLUMNS, KEPT, UntoldEpisodes
+    from reap.core.measuring.episode_log import COLUMNS, KEPT, UnreportedEpisodes
 
-    untold = UntoldEpisodes()
+    untold = UnreportedEpisodes()
     for n in range(1000):
         untold.add(np.full((800, len(COLUMNS)), n, float))
     arrays = [array if array.base is None else array.base for array in (*untold._large, *untold._small)]

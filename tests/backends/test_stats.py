@@ -171,10 +171,10 @@ def test_what_nobody_was_told_of_is_told_once():
         stats.begin()
         stats.rollout(np.ones((6, 1)), np.array([1, 3]), np.array([0, 0]), frames=6)
         stats.end()
-    told = stats.ended_since()
+    told = stats.take_episodes()
     assert told[:, [RETURN, LENGTH]].tolist() == [[2, 2], [2, 2], [4, 4], [2, 2]]
     assert (np.diff(told[:, TIME]) > 0).all()
-    assert len(stats.ended_since()) == 0
+    assert len(stats.take_episodes()) == 0
 
 
 @pytest.mark.parametrize("kind", [Collector, AsyncBatchedCollector])

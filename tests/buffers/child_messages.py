@@ -10,13 +10,13 @@ _heard = weakref.WeakKeyDictionary()
 
 
 def tell(child, thing):
-    child.line.say(pickle.dumps(thing))
+    child.socket.send(pickle.dumps(thing))
 
 
 def hear(child):
     """What it said next; waits for it."""
     waiting = _heard.setdefault(child, [])
     while not waiting:
-        wait([child.line])
-        waiting += child.line.hear()
+        wait([child.socket])
+        waiting += child.socket.receive()
     return pickle.loads(waiting.pop(0))

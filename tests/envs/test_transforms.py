@@ -349,7 +349,7 @@ def test_a_worker_that_is_ahead_of_all_others_is_told_nothing_of_the_right_shape
     for _ in range(2):
         worker.update(np.arange(12.0).reshape(4, 3))
         pool.report(0, {worker.name: worker.own()})
-        worker.hear(pool.for_worker(0)[worker.name])
+        worker.set_elsewhere(pool.for_worker(0)[worker.name])
     assert worker.count == pytest.approx(8, abs=1e-3)
     assert learned.of(("observation",)).count == pytest.approx(8, abs=1e-3)
     np.testing.assert_allclose(learned.of(("observation",)).mean, [4.5, 5.5, 6.5], rtol=1e-4)

@@ -19,7 +19,7 @@ def test_a_stack_that_was_told_before_is_no_answer():
 
     child = Child(dumps(waits, "waits"))
     try:
-        assert until_ready([child.line.fileno()], within=60)
+        assert until_ready([child.socket.fileno()], within=60)
         for _ in range(2):
             assert child.ask_stack().count("in waits") == 1
         freeze(child.pid)

@@ -78,7 +78,7 @@ class Run:
         self.version += 1
         self.weights[self.version] = float(weight)
 
-    def begin_anew(self, act):
+    def reset_all_next(self, act):
         act()
         for rows in self.lanes.values():
             rows.append([])
@@ -137,10 +137,10 @@ def scenario(run):
     run.update(apart=False)
     run.take()
     run.collector.state_dict()
-    run.begin_anew(run.collector.reset)
+    run.reset_all_next(run.collector.reset)
     run.update(apart=True)
     run.take()
-    run.begin_anew(lambda: run.collector.set_seed(3))
+    run.reset_all_next(lambda: run.collector.set_seed(3))
     run.take()
 
 

@@ -117,7 +117,7 @@ def test_who_is_done_at_the_last_moment_is_done():
         supervisor = c._backend.supervisor
         (worker,) = supervisor.workers
         supervisor.fill(worker, 0)
-        select.select([worker.child.line], [], [])  # its rollout is there; nobody has heard of it
+        select.select([worker.child.socket], [], [])  # its rollout is there; nobody has heard of it
         supervisor.drain(0.0)
         assert supervisor.waiting(worker) == (8, 1)
 

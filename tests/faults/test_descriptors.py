@@ -9,7 +9,7 @@ import resource
 
 import pytest
 
-from reap._system.threads import wait_for_ends
+from reap._system.threads import wait_for_shutdowns
 from reap.collectors import AsyncCollector, Collector, MultiSyncCollector
 from reap.envs import AsyncEnvPool, ParallelEnv
 from reap.errors import ReapError
@@ -91,7 +91,7 @@ def test_what_cannot_be_built_leaves_no_descriptors(way, rooms):
                 raise AssertionError(f"room for {room}: bare {caught!r}") from caught
         assert built or "limit of open files" in text, text
         gc.collect()
-        wait_for_ends()
+        wait_for_shutdowns()
         left = {fd: name for fd, name in opened().items() if before.get(fd) != name and not name.endswith("/fd")}
         assert not left, f"room for {room}: left open {left}"
         if built:

@@ -146,13 +146,13 @@ def test_the_callers_handler_is_used_and_kept():
 def test_one_that_comes_while_the_callers_handler_is_put_back(monkeypatch):
     interrupts, real = Interrupts(), signal.signal
 
-    def put_back(number, handler):
+    def restore_generator(number, handler):
         real(number, handler)
         if handler is not interrupts._arrive and getattr(handler, "__self__", None) is not interrupts:
             signal.raise_signal(number)  # as if it came now
 
     with monkeypatch.context() as patch:
-        patch.setattr(signal, "signal", put_back)
+        patch.setattr(signal, "signal", restore_generator)
         with pytest.raises(KeyboardInterrupt), interrupts.held():
             pass
     with pytest.raises(KeyboardInterrupt), interrupts.held():

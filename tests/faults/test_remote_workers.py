@@ -51,7 +51,7 @@ from tests.faults.worlds import (
 
 KINDS = [DistributedSyncCollector, DistributedCollector]
 ALL = [*KINDS, RPCSyncCollector, RPCAsyncCollector]
-TOLD = {
+COUNT_NAMES = {
     "raise": (WorkerRaised, "an injected fault"),
     "exit": (WorkerDied, "exited with code 3"),
     "kill": (WorkerDied, "killed by SIGKILL"),
@@ -68,10 +68,10 @@ def a_first_of_each():
         c.shutdown()
 
 
-@pytest.mark.parametrize("fault", [*TOLD][:3] + [pytest.param("hang", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", [*COUNT_NAMES][:3] + [pytest.param("hang", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ALL)
 def test_in_a_step(kind, fault):
-    error, words = TOLD[fault]
+    error, words = COUNT_NAMES[fault]
     with no_leaks():
         c = collect(kind, [healthy(), faulty(fault, 21)], **({"timeout": 0.5} if error is WorkerSilent else {}))
         workers = pids(c)
@@ -240,7 +240,7 @@ def test_what_cannot_be_read_here_is_told(kind):
 @pytest.mark.parametrize("fault", ["raise", "exit"])
 @pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
 def test_while_it_is_built(kind, fault):
-    with no_leaks(), within(20), pytest.raises(TOLD[fault][0], match=TOLD[fault][1]):
+    with no_leaks(), within(20), pytest.raises(COUNT_NAMES[fault][0], match=COUNT_NAMES[fault][1]):
         collect(kind, [healthy(), faulty(fault, 0, "reset")])
 
 

@@ -131,12 +131,12 @@ def writer(shape):
     file = SharedFile()
     child = Child(cloudpickle.dumps(functools.partial(write_for_ever, shape=shape)), fds=[file.fd], name="writer")
     try:
-        while not child.line.hear():
+        while not child.socket.receive():
             assert not child.gone()
             time.sleep(0.01)
         yield file
     finally:
-        child.line.close()
+        child.socket.close()
         child.signal(15)
         end([child], patience=1, deadline=2)
         file.close()
@@ -201,7 +201,7 @@ def test_a_writer_that_dies_in_the_middle_leaves_no_lock():
         file = SharedFile()
         target = cloudpickle.dumps(functools.partial(write_for_ever, shape=shape))
         child = Child(target, fds=[file.fd], name="writer")
-        while not child.line.hear():
+        while not child.socket.receive():
             time.sleep(0.01)
         read(file, shape, 1)  # something is there, and it goes on writing
         child.signal(9)

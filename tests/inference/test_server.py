@@ -226,7 +226,7 @@ def ask_many(connection, fds, client, turns):
 def answers(child, count):
     found = []
     while len(found) < count:
-        found += [pickle.loads(data) for data in child.line.hear()]
+        found += [pickle.loads(data) for data in child.socket.receive()]
         assert not child.gone(), "it ended early"
         time.sleep(0.002)
     return found
@@ -241,7 +241,7 @@ def test_processes_are_clients_too_and_one_that_dies_is_forgotten():
             try:
                 assert answers(polite, 3) == [([2.0 * n, 2.0], 0) for n in range(3)]
                 assert len(answers(endless, 1)) >= 1
-                polite.line.close()
+                polite.socket.close()
                 endless.signal(signal.SIGKILL)
                 assert endless.gone(10)
                 wait_until(lambda: server.stats()["clients"] == 0)

@@ -176,7 +176,7 @@ def test_nobody_goes_on_after_a_rollout_that_was_lost():
     with counting() as first, counting() as second:
         seen = int(first.next()["collector", "traj_ids"][-1])
         first.next()
-        first._backend.lost()
+        first._backend.rollout_lost()
         second.load_state_dict(first.state_dict())
         for collector in (first, second):
             batch = collector.next()
@@ -190,7 +190,7 @@ def test_who_says_where_to_go_on_begins_there_once(act):
         first.next()
         second.next()
         given = 5 if act == "set_seed" else second.state_dict()
-        first._backend.lost()
+        first._backend.rollout_lost()
         for collector in (first, second):
             getattr(collector, act)(given)
         same(first.next(), second.next())

@@ -10,7 +10,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import distributions, nn
 
 from reap.collectors import AsyncBatchedCollector, Collector
-from reap.core.policies.buckets import powers
+from reap.core.policies.buckets import powers_of_two
 from reap.envs import GymEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, EchoPolicy
@@ -20,7 +20,7 @@ from reap.testing import CountingEnv, EchoPolicy
     ("most", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (11, [1, 2, 4, 8, 11])]
 )
 def test_sizes_are_powers_of_two_and_the_most(most, sizes):
-    assert powers(most) == sizes
+    assert powers_of_two(most) == sizes
 
 
 class Counts(EchoPolicy):

@@ -436,11 +436,11 @@ def test_devices():
 
 def test_policy_device_elsewhere_is_a_copy_updated_explicitly():
     policy = EchoPolicy().to("meta")
-    from reap.weights.local import placed
+    from reap.weights.local import moved_to
 
     source = EchoPolicy()
-    assert placed(source, torch.device("cpu")) is source
-    moved = placed(source, torch.device("meta"))
+    assert moved_to(source, torch.device("cpu")) is source
+    moved = moved_to(source, torch.device("meta"))
     assert moved is not source
     assert moved.weight.device.type == "meta"
     assert source.weight.device.type == "cpu"

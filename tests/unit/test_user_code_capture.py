@@ -271,7 +271,7 @@ CHANGED = {
 
 
 @pytest.fixture
-def put_back():
+def restore_generator():
     yield
     _put_back()
 
@@ -297,7 +297,7 @@ def batches(make, change, *, capture):
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_what_the_code_looks_up_is_seen_to_change(kind, put_back):
+def test_what_the_code_looks_up_is_seen_to_change(kind, restore_generator):
     make, change = CHANGED[kind]
     called, captured = (batches(make, change, capture=capture) for capture in (False, True))
     assert all(bool((a == b).all()) for a, b in zip(called, captured))

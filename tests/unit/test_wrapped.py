@@ -19,14 +19,14 @@ NOT_PASSED_ON = {"send", "recv", "on_device"}  # Wrapped says why
 VOCABULARY = {name: value for name, value in (vars(EnvHooks) | vars(Env)).items() if not name.startswith("_")}
 METHODS = sorted(name for name, value in VOCABULARY.items() if inspect.isfunction(value) and name not in NOT_PASSED_ON)
 ATTRIBUTES = ("pending_seeds", "driver", "captures")  # written to by whoever has the env in hand
-TRAITS = ("has_after_step", "draws", "tells_cuts", "elsewhere")  # what the env is like, said once
+TRAITS = ("has_after_step", "draws", "reports_cuts", "runs_elsewhere")  # what the env is like, said once
 LEFT = ("writes_after",)  # of rows on a device only; where a wrapper adds leaves the loop copies them
 
 
 class Heard(Env):
     """Remembers which of its hooks were called, and answers with something to be recognised by."""
 
-    has_after_step = draws = tells_cuts = elsewhere = True
+    has_after_step = draws = reports_cuts = runs_elsewhere = True
 
     def __init__(self):
         self.spec = GymEnv(CountingEnv((3,))).lanes_env.spec

@@ -50,7 +50,7 @@ def masks(name: str, given: Any, workers: int, envs: int) -> list[Cores]:
     return [mask(f"{name}[{n}]", cores) for n, cores in enumerate(each)]
 
 
-def settle_on(cores: Cores | None) -> None:
+def pin_process(cores: Cores | None) -> None:
     """Pin this process, with its present and future threads, to these cores; None leaves it where it is."""
     if cores is None:
         return
@@ -58,7 +58,7 @@ def settle_on(cores: Cores | None) -> None:
         _place(int(thread), cores)
 
 
-def staying_on(cores: Cores, work: Callable[[], T]) -> T:
+def run_pinned(cores: Cores, work: Callable[[], T]) -> T:
     """Return what `work` returns. The calling thread runs on these cores meanwhile, afterwards on its own again."""
     before = os.sched_getaffinity(0)
     try:  # the try comes first: Ctrl-C may come during the next line

@@ -51,26 +51,26 @@ class Conversation:
         self.inbox: deque[Any] = deque()  # messages received that nobody has taken yet
         self.failed = False  # whether the error that ended the child was received
 
-    def ask(self, name: str, *arguments: Any) -> int:
+    def call(self, name: str, *arguments: Any) -> int:
         """Send a call as far as the socket takes it; return its number, which its answer will have."""
         data = dumps((self._calls + 1, name, arguments), name)
         with Interrupts().held():  # the number is counted only if its call is sent
             self._calls += 1
-            self.child.line.say(data)
+            self.child.socket.send(data)
         return self._calls
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Move the received messages into the inbox; return whether the child is gone, so that no more will come."""
         gone = self.child.gone()  # checked first: then all that the child sent before its end is there to be read
-        self.inbox += [pickle.loads(data) for data in self.child.line.hear()]
+        self.inbox += [pickle.loads(data) for data in self.child.socket.receive()]
         return gone
 
     def next(self, within: float | None = None) -> Any:
         """Return its next message, waiting up to `within` seconds; raise its error, `ChildGone` or `ChildSilent`."""
-        line, until = self.child.line, None if within is None else time.monotonic() + within
+        line, until = self.child.socket, None if within is None else time.monotonic() + within
         while True:
             with Interrupts().held():  # Ctrl-C in the middle of reading would lose a message
-                gone = self.hear()
+                gone = self.receive()
             if self.inbox:
                 message = self.inbox.popleft()
                 if isinstance(message, Raised):
@@ -93,7 +93,7 @@ class Conversation:
                     raise message.value.unpack()
                 return message.value
 
-    def unasked(self, within: float | None = None) -> Any:
+    def next_unrequested(self, within: float | None = None) -> Any:
         """Return the next message sent without a request. Answers before it belong to broken-off calls."""
         while isinstance(message := self.next(within), Answer):
             pass

@@ -75,7 +75,7 @@ _RENEWING = _Renewing()
 _ENDS = {"close", "shutdown", "async_shutdown", "in_fork"}  # these check whose `thing` is, and spare what is another's
 
 
-def refuse_all(thing: Any, why: str) -> None:
+def refuse_use(thing: Any, why: str) -> None:
     """Make every public method of `thing` raise, except those that end it; methods added later are included."""
     kind = type(thing)
 

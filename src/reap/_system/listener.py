@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from reap._system.fork_server.client import enough_room
+from reap._system.fork_server.client import limits_as_worker_died
 
 PATIENCE = 5.0  # seconds a peer has to prove itself, in all
 _MAX_STRANGERS = 128  # peers that have not proved themselves yet, at a time
@@ -172,7 +172,7 @@ class Listener:
         self._dropped, self._flood_logged, self._error_logged = 0, 0.0, 0.0  # when each was last logged
         self._paused: float | None = None  # time until which no connection is accepted
         self._open = True
-        with contextlib.ExitStack() as made, enough_room(f"what listens at {self._address}"):
+        with contextlib.ExitStack() as made, limits_as_worker_died(f"what listens at {self._address}"):
             made.callback(listening.close)
             self._selector, self._wake, self._waker = woken_selector(made)
             self._selector.register(listening, selectors.EVENT_READ)

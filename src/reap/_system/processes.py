@@ -101,9 +101,9 @@ class Child:
             except OSError as error:
                 raise WorkerDied(f"{name} {why_not_started(error.errno)}") from error
             undo.pop_all()
-        self.line.say(name.encode())
-        self.line.say(state_for_child())
-        self.line.say(target.data)
+        self.socket.send(name.encode())
+        self.socket.send(state_for_child())
+        self.socket.send(target.data)
 
     def in_fork(self, why: str) -> None:
         """Read and signal nothing from here on: the child's messages are for the parent of this fork."""
@@ -132,7 +132,7 @@ class Child:
             finally:
                 os.close(tell)
         send_fds(ours, sent)  # first: nothing else may be on its way yet
-        self.line = MessageSocket(ours)
+        self.socket = MessageSocket(ours)
 
     @property
     def pid(self) -> int:
@@ -229,7 +229,7 @@ class Child:
 
     def release(self) -> None:
         """Close the descriptors; the child must be gone."""
-        self.line.close()
+        self.socket.close()
         with self._status_lock:  # another thread may be calling `gone`
             fds, self.sentinel, self._stack = (self.sentinel, self._stack), -1, -1
             for fd in fds:

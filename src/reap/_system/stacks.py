@@ -19,7 +19,7 @@ _PATIENCE = 1.0  # seconds a stack may take to arrive
 T = TypeVar("T")
 
 
-def all_at_once(asked: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+def call_all(asked: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     """Call all these functions at once, since each stack may take a moment; return the results by key."""
     if not asked:
         return {}

@@ -41,18 +41,19 @@ def stack_of(thread: int) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
 
 
-def see_to(ending: Callable[[], None], linger: float | None = None) -> None:
+def run_shutdown(ending: Callable[[], None], linger: float | None = None) -> None:
     """Shut something down: call `ending`, which takes a few seconds at most.
 
-    With `linger`, what takes longer than that many seconds goes on in a background thread (see `wait_for_ends`): for
-    callers with an error to raise, which a child that ignores signals, or closes its env slowly, must not delay.
+    With `linger`, what takes longer than that many seconds goes on in a background thread (see `wait_for_shutdowns`).
+    That is for callers with an error to raise, which a child that ignores signals, or closes its env slowly, must not
+    delay.
     """
     if linger is not None:
         thread = threading.Thread(target=ending, name="reap-ending", daemon=True)
         with contextlib.suppress(RuntimeError):  # no room for a thread: do it in this one
             thread.start()
-            atexit.unregister(wait_for_ends)  # registered once only
-            atexit.register(wait_for_ends)  # late, to run before the exit handlers of what the shutdown needs
+            atexit.unregister(wait_for_shutdowns)  # registered once only
+            atexit.register(wait_for_shutdowns)  # late, to run before the exit handlers of what the shutdown needs
             _endings.add(thread)
             thread.join(linger)
             if not thread.is_alive():
@@ -61,7 +62,7 @@ def see_to(ending: Callable[[], None], linger: float | None = None) -> None:
     ending()
 
 
-def wait_for_ends() -> None:
+def wait_for_shutdowns() -> None:
     """Wait for background shutdowns to finish; a few seconds at most."""
     until = time.monotonic() + _LONGEST
     for thread in list(_endings):

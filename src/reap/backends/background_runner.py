@@ -55,7 +55,7 @@ class BackgroundRunner:
         self._failure: ReapError | None = None
         self._supervisor.catch_up = self.catch_up  # so that a restarted worker continues to count from there
         self._supervisor.on_restarted = self._run_free
-        self.told = False
+        self.error_raised = False
 
     def _count(self, frames: int, rollouts: int) -> None:
         count = self._count_method()
@@ -209,7 +209,7 @@ class BackgroundRunner:
         (step, _), since = self._positions[worker.index]
         return None if step == NOWHERE or worker.child.gone() else since
 
-    def between(self, work: Callable[[], T]) -> T:
+    def run_between_rollouts(self, work: Callable[[], T]) -> T:
         """Call `work` at once and return its result: workers answer calls between two rollouts anyway."""
         return work()
 

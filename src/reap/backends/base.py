@@ -77,7 +77,7 @@ class WorkerReport:
     frames: int  # collected, whether or not the consumer has taken them
     rollouts: int
     size: int  # frames in a full rollout
-    stats: Mapping[str, Any]  # its counts, keyed by the names in `reap.core.measuring.stats.TOLD`
+    stats: Mapping[str, Any]  # its counts, keyed by the names in `reap.core.measuring.stats.COUNT_NAMES`
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Backend(Protocol):
     def take(self, *, random: bool = False) -> Rollout:
         """Return the next full rollout; with `random`, one collected with random actions."""
 
-    def lost(self) -> None:
+    def rollout_lost(self) -> None:
         """Start new trajectories, because Ctrl-C or an error has lost the last rollout before its delivery.
 
         Does nothing where `uninterrupted()` already prevents that.
@@ -136,7 +136,7 @@ class Backend(Protocol):
     def uninterrupted(self) -> AbstractContextManager[None]:
         """Return a context in which Ctrl-C is raised only while waiting for workers."""
 
-    def breaker(self) -> Callable[[], None]:
+    def canceller(self) -> Callable[[], None]:
         """Return a function that cancels a `take` from another thread: the `take` then raises `Halted`."""
 
     def publish(self, weights: Any = None) -> int:

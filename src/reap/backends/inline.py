@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reap._system.affinity import Cores, staying_on
+from reap._system.affinity import Cores, run_pinned
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
 from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport, halt_when
@@ -65,7 +65,7 @@ class InlineBackend(Backend):
 
     @property
     def close_ends_take(self) -> bool:
-        return self.worker.env.elsewhere
+        return self.worker.env.runs_elsewhere
 
     @contextlib.contextmanager
     def _in_env(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ class InlineBackend(Backend):
                 if self._cores is None:
                     frames = worker.fill(slot, random=random)
                 else:
-                    frames = staying_on(self._cores, functools.partial(worker.fill, slot, random=random))
+                    frames = run_pinned(self._cores, functools.partial(worker.fill, slot, random=random))
         except BaseException:
             worker.pool.release(slot)
             raise
@@ -133,7 +133,7 @@ class InlineBackend(Backend):
     def episodes(self) -> EpisodeLog:
         """The finished episodes of the worker, including those that ended just now."""
         if hasattr(self, "worker"):
-            self._episodes.add(self.worker.ended_since())
+            self._episodes.add(self.worker.take_episodes())
         return self._episodes
 
     def reports(self, clock: WorkClock) -> list[WorkerReport]:
@@ -143,13 +143,13 @@ class InlineBackend(Backend):
         size = layout.steps * layout.lanes
         return [WorkerReport(0, not self._closed, stats.frames, stats.rollouts, size, counts)]
 
-    def lost(self) -> None:
-        self.worker.begin_anew()
+    def rollout_lost(self) -> None:
+        self.worker.reset_all_next()
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         return Interrupts().held()
 
-    def breaker(self) -> Callable[[], None]:
+    def canceller(self) -> Callable[[], None]:
         cancelled: list[bool] = []
         halt_when(lambda: bool(cancelled), self.worker)
         return functools.partial(cancelled.append, True)
@@ -214,7 +214,7 @@ class InlineBackend(Backend):
             with self._in_env():
                 self.worker.resume(state["resume"])
         loop.version = int(state.get("policy_version", loop.version))
-        self.worker.ended_since()  # drops episodes of the time before, which are no longer wanted
+        self.worker.take_episodes()  # drops episodes of the time before, which are no longer wanted
         if "episodes" in state:
             self._episodes.load(state["episodes"])
 
@@ -233,7 +233,7 @@ class InlineBackend(Backend):
         with self._lock:
             if self._visits and not self.close_ends_take:
                 self._closing = True
-                self.breaker()()
+                self.canceller()()
                 return
         self._close()
 

@@ -25,7 +25,7 @@ from reap.backends.worker_backend import WorkerBackend
 from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.measuring.episode_log import LANE, WORKER
 from reap.core.measuring.moments import RunningStatistics
-from reap.core.measuring.stats import together
+from reap.core.measuring.stats import joined_counts
 from reap.core.slot import TRAJ_IDS, Slot, State
 from reap.core.worker import Plan
 from reap.errors import WorkerError
@@ -167,9 +167,9 @@ class _Processes:
         return rollout.frames
 
     def summary(self) -> dict[str, Any]:
-        return together([remote.stats for remote in self._backend.workers])
+        return joined_counts([remote.stats for remote in self._backend.workers])
 
-    def ended_since(self) -> Any:
+    def take_episodes(self) -> Any:
         """Return the new episodes of all processes; lanes are numbered from the first process to the last."""
         rows = self._backend.episodes.take()
         lanes = [worker.info.lanes for worker in self._backend.known_workers]

@@ -35,7 +35,7 @@ from reap._system.messages.pickling import dumps
 from reap._system.messages.remote_errors import Raised
 from reap._system.processes import BOOT, LEAVE
 from reap._system.silence import Silence
-from reap._system.threads import LINGER, see_to
+from reap._system.threads import LINGER, run_shutdown
 from reap._system.worker_log import record
 from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
@@ -148,7 +148,7 @@ class Supervisor:
             try:
                 workers, self.workers = self.workers, []
                 self.former = workers or self.former
-                see_to(functools.partial(self.transport.close, workers), LINGER if failed else None)
+                run_shutdown(functools.partial(self.transport.close, workers), LINGER if failed else None)
                 for worker in workers:
                     if worker.connection is not None and not worker.dropped:
                         record("end", str(worker.index), "worker %d was ended", worker.index)

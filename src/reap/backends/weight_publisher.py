@@ -20,7 +20,7 @@ from reap.backends.supervisor import Supervisor
 from reap.backends.worker_handle import WorkerHandle
 from reap.errors import SpecMismatch, UsageError, WrongState
 from reap.weight_update import WeightTransport
-from reap.weights.local import as_named, by_worker, detached, fitting
+from reap.weights.local import as_named, by_worker, checked_weights, detached
 from reap.weights.shared import Packing
 from reap.weights.strategy import Extracted
 
@@ -96,7 +96,7 @@ class WeightPublisher:
                 supervisor.drain()  # a batch that Ctrl-C interrupted is finished with the weights it began with
             version = self.version + 1
             if channel is not None:
-                fits = fitting(given, channel.packing.shapes, supervisor.workers[0].info.needed)
+                fits = checked_weights(given, channel.packing.shapes, supervisor.workers[0].info.needed)
                 if not at_once:
                     supervisor.wait_for_newcomers(list(self._own))
                 channel.publish(fits, version)
@@ -119,7 +119,7 @@ class WeightPublisher:
                 supervisor.poll_failures()  # raises the worker's own error message, if it is still unread
                 raise supervisor.at(worker, worker.child.death())
 
-    def begin_with(self, weights: Mapping[int, Any]) -> None:
+    def set_first_weights(self, weights: Mapping[int, Any]) -> None:
         """Send workers (by number) their weights before any of them acts. These have the first version."""
         self._send(weights, self.version)
 
@@ -130,7 +130,7 @@ class WeightPublisher:
             sent: Any = given
             if not isinstance(given, Extracted):
                 if info.packing is not None:
-                    fitting(given, info.packing.shapes, info.needed)
+                    checked_weights(given, info.packing.shapes, info.needed)
                 sent = as_named(given)  # a module may hold what cannot be pickled
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reap._system.stacks import all_at_once
+from reap._system.stacks import call_all
 from reap.backends.base import Transport, WorkerActivity
 from reap.backends.worker_handle import WorkerHandle
 
@@ -45,7 +45,7 @@ def stacks_of(workers: Sequence[WorkerHandle]) -> dict[str, str]:
             asked[f"worker {worker.name}"] = worker.child.ask_stack
             asked[f"worker {worker.name}, below"] = getattr(worker.child, "ask_stacks", dict)
     found: dict[str, str] = {}
-    for name, told in all_at_once(asked).items():
+    for name, told in call_all(asked).items():
         if isinstance(told, dict):
             found |= {f"{name.removesuffix(', below')}, {process}": stack for process, stack in told.items()}
         else:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap._system.fork_server.client import enough_room
+from reap._system.fork_server.client import limits_as_worker_died
 from reap._system.messages.pickling import dumps
 from reap.backends.base import Backend, Delivery, Rollout, Transport, WorkerActivity, WorkerReport
 from reap.backends.delivery import NO_LIMIT, IntoBuffer
@@ -83,7 +83,7 @@ class WorkerBackend(Backend):
     def start(self) -> None:
         """Start all workers at once, receive the layout of their rollouts, and tell them where their memory is."""
         supervisor = self.supervisor
-        with supervisor.interrupts.held(), enough_room("the workers"):
+        with supervisor.interrupts.held(), limits_as_worker_died("the workers"):
             supervisor.start(self._jobs(self._plans, 0))
             del self._plans[:]  # this also closes our duplicates of the file descriptors in them
             self.delivery.prepare(supervisor)
@@ -181,13 +181,13 @@ class WorkerBackend(Backend):
         with supervisor.listen_lock, supervisor.interrupts.held():
             return self.delivery.take(random=random, most=most)
 
-    def lost(self) -> None:
+    def rollout_lost(self) -> None:
         """Do nothing: `take` holds Ctrl-C back, so that it loses no rollout."""
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         return self.supervisor.interrupts.held()
 
-    def breaker(self) -> Callable[[], None]:
+    def canceller(self) -> Callable[[], None]:
         return self.supervisor.halt
 
     def drain(self, within: float | None = None) -> None:
@@ -256,9 +256,9 @@ class WorkerBackend(Backend):
         """Send new weights to all workers, or to some; return their version."""
         return self._weights.publish(weights, worker_ids)
 
-    def begin_with(self, weights: Mapping[int, Any]) -> None:
+    def set_first_weights(self, weights: Mapping[int, Any]) -> None:
         """Send workers (by number) their weights before any of them acts. These have the first version."""
-        self._weights.begin_with(weights)
+        self._weights.set_first_weights(weights)
 
     def weights_of(self, worker: int) -> Any:
         """Return the weights that a worker's policy holds now."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from reap.backends.base import WorkerConnection, WorkerLiveness
 from reap.backends.worker_server import Job, WorkerInfo
-from reap.core.measuring.stats import Stats, added, counted_on
+from reap.core.measuring.stats import Stats, added, plus_earlier
 from reap.core.slot import Slot
 
 
@@ -132,7 +132,7 @@ class WorkerHandle:
 
     def keep_stats(self, stats: Mapping[str, Any]) -> None:
         """Store its counts so far, added to those of the workers it has replaced."""
-        self.stats = counted_on(self._predecessors, stats)
+        self.stats = plus_earlier(self._predecessors, stats)
 
     def discard_rollout(self, frames: int) -> None:
         """Subtract a rollout that will not be delivered."""

@@ -210,7 +210,7 @@ class WorkerServer:
     def _ready_message(self, number: int, slot: Slot, frames: int) -> RolloutReady:
         """Return the message about the rollout in this slot."""
         worker = self.worker
-        loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
+        loose, finals = ({}, None) if self.writer is not None else (slot.take_references(), slot.finals)
         return RolloutReady(
             slot=number,
             frames=frames,
@@ -220,7 +220,7 @@ class WorkerServer:
             loose=loose,
             since=self.since,
             span=worker.span,
-            episodes=worker.ended_since(),
+            episodes=worker.take_episodes(),
             statistics=self.do_statistics() or None,
             state_after=self._saved_state(),
         )
@@ -308,7 +308,7 @@ class WorkerServer:
         """Take over the running statistics of all other workers' envs."""
         for one in self.worker.running_statistics():
             if one.name in elsewhere:
-                one.hear(elsewhere[one.name])
+                one.set_elsewhere(elsewhere[one.name])
 
     def do_mark_cut(self) -> None:
         """Mark the trajectories that were open in this worker's predecessor as cut."""

@@ -21,9 +21,9 @@ from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
 from reap._foreign.torch_internals import set_grad_enabled
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.processes import DEADLINE
-from reap._system.threads import wait_for_ends
+from reap._system.threads import wait_for_shutdowns
 from reap.arguments import one_of
 from reap.backends.base import Backend, Halted, Rollout
 from reap.backends.local.pauses import Paused
@@ -37,7 +37,7 @@ from reap.collectors.parts.profiling import ProfileConfig, Profiler
 from reap.collectors.parts.updaters import as_updater
 from reap.collectors.parts.weight_updates import WeightUpdates, Workers, weights_by_model
 from reap.core.attribute_path import get_attribute
-from reap.core.measuring.stats import told
+from reap.core.measuring.stats import public_counts
 from reap.core.measuring.times import WorkClock
 from reap.core.policies.exploration import exploration_type
 from reap.core.resume import without_episodes
@@ -194,7 +194,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             try:
                 return pipeline.arrangement.arrange(*pipeline.take(self._backend))
             except BaseException:
-                self._backend.lost()
+                self._backend.rollout_lost()
                 raise
 
     @property
@@ -279,7 +279,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         try:
             self._pipeline.fetch(self._backend, self._own_rollout if self._overrides else None)
         except BaseException:
-            self._backend.lost()
+            self._backend.rollout_lost()
             raise
 
     # ---- seeds, state ---------------------------------------------------------------------------------------------
@@ -446,12 +446,12 @@ class BaseCollector(IterableDataset[TensorDict]):
                 "policy_version": self._weights.version,
                 "dropped_frames": pipeline.arrangement.dropped_frames,
                 "worker_frames": sum(one.frames for one in reports),
-                **told([one.stats for one in reports], episodes),
+                **public_counts([one.stats for one in reports], episodes),
             }
         if workers != "aggregate":
             for one in reports:
                 counts = {"frames": one.frames, "batches": one.rollouts, "requested_frames_per_batch": one.size}
-                counts |= told([one.stats], episodes, one.index)
+                counts |= public_counts([one.stats], episodes, one.index)
                 found.update({f"worker_{one.index}/{key}": value for key, value in counts.items()})
         return found
 
@@ -592,7 +592,7 @@ class BaseCollector(IterableDataset[TensorDict]):
     def _make_runner(self) -> Runner:
         buffer = self.replay_buffer
         return ThreadRunner(
-            self._collect_once, wanted=lambda: getattr(buffer, "may_write", True), break_off=self._backend.breaker()
+            self._collect_once, wanted=lambda: getattr(buffer, "may_write", True), break_off=self._backend.canceller()
         )
 
     def _collect_once(self) -> bool:
@@ -668,8 +668,8 @@ class BaseCollector(IterableDataset[TensorDict]):
             return
         with contextlib.suppress(Exception):
             self._close(f"it failed: {error!r}", failed=True)
-        if again or not runner.told:
-            runner.told = True
+        if again or not runner.error_raised:
+            runner.error_raised = True
             raise error
 
     def _check_not_background(self) -> None:
@@ -684,7 +684,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             return self._between(work)
 
     def _between(self, work: Callable[[], T]) -> T:
-        return work() if self._runner is None else self._runner.between(work)
+        return work() if self._runner is None else self._runner.run_between_rollouts(work)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
@@ -706,7 +706,7 @@ class BaseCollector(IterableDataset[TensorDict]):
                     raise
             self._close("shutdown() was called", close_env=close_env)
             self._wait_for_env(patience)
-            wait_for_ends()
+            wait_for_shutdowns()
             self._raise_background_error()
             if self._weights.watch is not None and self._runner is not None:
                 self._weights.watch.warn_in_background(ended=True)
@@ -726,7 +726,7 @@ class BaseCollector(IterableDataset[TensorDict]):
     def in_fork(self, why: str) -> None:
         """Refuse every further use. Called in a forked process, whose copy owns no workers, threads or memory."""
         self._life.why_foreign = why
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
         def end(first: bool) -> None:

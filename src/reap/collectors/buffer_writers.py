@@ -213,7 +213,7 @@ class Writer:
     def write(self, slot: Slot) -> None:
         """Write the contents of a full slot to the buffer."""
         layout, options = slot.layout, self._options
-        arrays: dict[Key, Any] = {key: slot.arrays[key] for key in layout.offsets} | slot.hand_over()
+        arrays: dict[Key, Any] = {key: slot.arrays[key] for key in layout.offsets} | slot.take_references()
         if options.truncate:
             mark_truncated(arrays, layout)
         batch = assembler(layout)(arrays, layout)

@@ -90,9 +90,9 @@ class EpisodePlayer:
             count = self.collector._backend.worker.lanes
         self._quota = EpisodeQuota(episodes, count)
 
-    def breaker(self) -> Callable[[], None]:
+    def canceller(self) -> Callable[[], None]:
         """Return a function that breaks off a running `play`; it may be called from any thread."""
-        stop: Callable[[], None] = self.collector._backend.breaker()
+        stop: Callable[[], None] = self.collector._backend.canceller()
         return stop
 
     def play(self, keys: Sequence[Key] | None = None) -> tuple[TensorDictBase, int]:

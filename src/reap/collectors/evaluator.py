@@ -26,14 +26,14 @@ from tensordict.nn import InteractionType, ProbabilisticTensorDictModule
 from torch import nn
 from typing_extensions import Self, TypedDict, Unpack
 
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.processes import DEADLINE
 from reap._system.threads import join
 from reap.arguments import count, function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.episodes import EpisodePlayer, build, lanes_of
 from reap.collectors.parts.background import ended_by
-from reap.core.capture.generator_state import beside_the_learner
+from reap.core.capture.generator_state import use_own_generator
 from reap.core.policies.signature import exploration_keywords
 from reap.core.policy import RandomPolicy
 from reap.core.resume import generators, set_generators
@@ -167,7 +167,7 @@ class Evaluator:
             if own:
                 given.close()
             raise
-        self._break_off: Callable[[], None] | None = self._player.breaker()
+        self._break_off: Callable[[], None] | None = self._player.canceller()
         self._play_lock = threading.Lock()  # one evaluation at a time
         self._changed = threading.Condition()  # guards the four below
         self._thread: threading.Thread | None = None  # plays queued evaluations; None while there are none
@@ -194,7 +194,7 @@ class Evaluator:
         self._why_foreign, self._play_lock, self._changed = why, threading.Lock(), threading.Condition()
         self._thread, self._unanswered = None, 0
         self._queue.clear()
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     def _episode_options(self, options: dict[str, Any]) -> tuple[str, Callable[..., Any] | None]:
         """Remove `traj_format` and `postproc`, which apply to whole episodes here, from the options; return both."""
@@ -289,7 +289,7 @@ class Evaluator:
     # ---- playing --------------------------------------------------------------------------------------------------
 
     def _run_queue(self) -> None:
-        beside_the_learner()
+        use_own_generator()
         while True:
             with self._changed:
                 if not self._queue:

@@ -32,7 +32,7 @@ from reap.collectors.parts.background import Runner
 from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
 from reap.collectors.placement import InlinePlacement, Placement
 from reap.collectors.plans import EnvMaker, PolicyMaker, StepsPerRollout, plan_for
-from reap.core.attribute_path import each_call, get_attribute
+from reap.core.attribute_path import arguments_per_worker, get_attribute
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.policy import rand_step_as_policy
 from reap.envs.gym_registry import for_workers
@@ -205,7 +205,7 @@ class MultiCollector(BaseCollector):
         given = source if self._strategy is None else extracted(self._strategy, source)
         apart = by_worker(given)
         every = range(self.num_workers)
-        self._backend.begin_with({w: given[w] if apart else given for w in every if not apart or w in given})
+        self._backend.set_first_weights({w: given[w] if apart else given for w in every if not apart or w in given})
 
     def _make_sink(self) -> Sink | None:
         """Return the sink of this process, or None if workers write to the buffer; set `_workers_write`."""
@@ -393,7 +393,9 @@ class MultiCollector(BaseCollector):
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
-        for worker, found in self._find_in_workers("explain", each_call(self.num_workers, None, None)).items():
+        for worker, found in self._find_in_workers(
+            "explain", arguments_per_worker(self.num_workers, None, None)
+        ).items():
             texts = found if isinstance(found, list) else [found]  # a list: one text per nested worker
             told.setdefault("\n".join(dict.fromkeys(texts)), []).append(worker)
         if len(told) == 1:
@@ -419,7 +421,7 @@ class MultiCollector(BaseCollector):
         self._check_open()
         if method_name.startswith("policy."):
             self._weights.watch = None  # users who reach into the workers' policies know that these are copies
-        calls = each_call(self.num_workers, list_of_args, list_of_kwargs)
+        calls = arguments_per_worker(self.num_workers, list_of_args, list_of_kwargs)
         if method_name == "update_policy_weights_":  # this process counts versions
             self.update_policy_weights_({w: _weights_in(*call) for w, call in enumerate(calls)})
             return [None] * len(calls)

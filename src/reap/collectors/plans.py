@@ -11,11 +11,11 @@ import torch
 from reap._system.messages.pickling import Packed
 from reap.collectors.options import Options
 from reap.core.env import Env
-from reap.core.failure_record import RecordsActions, as_bytes
+from reap.core.failure_record import ActionRecorder, pickled_factory
 from reap.core.policies.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
-from reap.weights.local import in_own_memory, load, placed
+from reap.weights.local import load, moved_to, unshared
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,10 @@ class EnvMaker:
         if self.failure_dir is None:
             return as_env(source, kwargs, limit)
         plain = replace(self, source=source, kwargs=kwargs, failure_dir=None)
-        again = as_bytes(plain)  # before `as_env`: an env that was given as an object is still in its initial state
-        return RecordsActions(as_env(source, kwargs, limit), self.failure_dir, again, self.worker)
+        again = pickled_factory(
+            plain
+        )  # before `as_env`: an env that was given as an object is still in its initial state
+        return ActionRecorder(as_env(source, kwargs, limit), self.failure_dir, again, self.worker)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class PolicyMaker:
         policy = source.unpack() if sent else source
         if self.factory is not None:
             policy = policy()
-        policy = placed(in_own_memory(policy) if sent else policy, self.device)
+        policy = moved_to(unshared(policy) if sent else policy, self.device)
         if self.factory is not None and self.policy is not None:
             load(policy, self.policy.unpack())
         return policy

@@ -20,7 +20,7 @@ from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, is_list, read_options, shows_options
 from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
 from reap.collectors.plans import EnvMaker, PolicyMaker, StepsPerRollout, plan_for
-from reap.core.attribute_path import each_call, get_attribute
+from reap.core.attribute_path import arguments_per_worker, get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.device.slots import DeviceLayout, DeviceSlot
 from reap.core.policy import rand_step_as_policy
@@ -170,7 +170,7 @@ class Collector(BaseCollector):
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         self._life.check_owner()
-        ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
+        ((args, kwargs),) = arguments_per_worker(1, list_of_args, list_of_kwargs)
         return [get_attribute(self, method_name)(*args, **kwargs)]
 
     def _publish(self, weights: Any, worker_ids: Workers) -> int:

@@ -29,7 +29,7 @@ def get_attribute(root: Any, path: str) -> Any:
     return found
 
 
-def each_call(
+def arguments_per_worker(
     count: int, args: Sequence[Sequence[Any]] | None, kwargs: Sequence[Mapping[str, Any]] | None
 ) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
     """Return (args, kwargs) of one call for each of `count` workers, empty ones if none are given."""

@@ -4,7 +4,7 @@ An adapter overrides the hooks it needs. An env around another (`Wrapped`) forwa
 of this class, so a new hook needs a decision in `Wrapped`.
 
     policy chosen     bind_policy → make_policy │ (as_policy) → wrap_policy
-    a rollout begins  looks_at → set_policy_keys
+    a rollout begins  outputs_read → set_policy_keys
     each step         [draw] → step → [after_step]
 """
 
@@ -26,8 +26,10 @@ class EnvHooks:
     has_after_step = False  # whether `after_step` has anything to do
     writes_after = False  # whether `after_step` writes all of `row.after`: the loop then copies no successors there
     draws = False  # whether random actions come from `draw`, step by step
-    elsewhere = False  # whether lanes live in other processes or threads, where `close` can end them during a step
-    tells_cuts = False  # whether lanes may restart after a failure: `step` then returns them among the ended, not done
+    runs_elsewhere = False  # whether lanes live in other processes or threads, where `close` can end them during a step
+    reports_cuts = (
+        False  # whether lanes may restart after a failure: `step` then returns them among the ended, not done
+    )
     captures = True  # whether the env may record its torch calls and replay them
 
     @property
@@ -62,7 +64,7 @@ class EnvHooks:
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
         """Learn the keys of `row.outputs` before each rollout, for envs that read more of them than the action."""
 
-    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+    def outputs_read(self, outputs: Collection[Key]) -> Collection[Key]:
         """Return which of a policy's outputs `step` reads; the others may be written at the end of the rollout."""
         return self.spec.action
 
@@ -82,7 +84,7 @@ class EnvHooks:
         """
         return False
 
-    def not_rebuilt(self) -> str:
+    def why_not_rebuilt(self) -> str:
         """Return the reason why this env cannot rebuild a single lane."""
         return (
             f"{type(self).__name__} cannot make the env of one lane anew: give a factory of Gymnasium envs with "

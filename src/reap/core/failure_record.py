@@ -32,7 +32,7 @@ _TRIM = 4096  # recorded steps that belong to no open episode are deleted once t
 _log = logging.getLogger(__name__)
 
 
-class RecordsActions(Wrapped):
+class ActionRecorder(Wrapped):
     """An env that records the actions of its open episodes. `make` is the pickled factory that builds it again."""
 
     def __init__(self, env: Env, directory: str, make: Packed | None, worker: int | None) -> None:
@@ -122,7 +122,7 @@ class RecordsActions(Wrapped):
         error.failure_file = str(path)
 
 
-def as_bytes(make: Callable[[], Env]) -> Packed | None:
+def pickled_factory(make: Callable[[], Env]) -> Packed | None:
     """Return an env factory pickled for the file; None, with a warning in the log, if it cannot be pickled."""
     try:
         return packed(make)

@@ -38,7 +38,7 @@ class TrajectoryIds:
         self.next += count * self._stride
         return ids
 
-    def go_on_at(self, first: int) -> None:
+    def resume_at(self, first: int) -> None:
         """Continue from `first`, where the counter of a saved worker stood.
 
         If `first` belongs to another worker's ids, continue at or above the larger of the two positions.

@@ -70,7 +70,7 @@ class Policy:
     remembers = False  # whether `forget` has anything to do
     inner: Mapping[Key, tuple[int, ...]] = {}  # extra batch dimensions of nested outputs, by key
     why: str | None = None  # why it could not be captured; None: it was captured, or that was not tried
-    looked_at: Collection[Key] | None = None  # the outputs that are read before a rollout ends; None: all
+    read_early: Collection[Key] | None = None  # the outputs that are read before a rollout ends; None: all
 
     @property
     def written(self) -> Sequence[Key]:

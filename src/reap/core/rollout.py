@@ -78,7 +78,7 @@ class RolloutLoop:
             self.ledger.reset(chosen, fresh_ids=fresh_ids)
         self.policy.forget(chosen)
 
-    def begin_anew(self) -> None:
+    def reset_all_next(self) -> None:
         """Make the next rollout begin with new episodes in all lanes, because their position is unknown."""
         self.due = list(self.lanes)
 
@@ -148,7 +148,7 @@ class RolloutLoop:
         if self.due:
             self.reset(self.due)
         slot.clear_flags()
-        policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
+        policy.read_early = {*self._carried, *self.env.outputs_read(policy.outputs)}
         policy.begin(slot)
         if policy is self.policy and self._keys.outputs != tuple(policy.written):
             self._keys = self._row_keys()  # a hook was added to the user's module, or removed

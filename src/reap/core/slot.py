@@ -249,7 +249,7 @@ class Slot:
         """Write the first rows of a column."""
         self.arrays[key][: len(values)] = values.numpy()
 
-    def hand_over(self) -> dict[Key, np.ndarray[Any, Any]]:
+    def take_references(self) -> dict[Key, np.ndarray[Any, Any]]:
         """Return the references of all loose columns, and drop them from the slot."""
         taken = {key: column.copy() for key, column in self._loose.items()}
         for column in self._loose.values():
@@ -259,7 +259,7 @@ class Slot:
     def copied(self) -> dict[Key, np.ndarray[Any, Any]]:
         """Return copies of all columns, each in memory of its own, so that keeping one does not keep the others."""
         columns = {key: leaf for key, leaf in self.layout.columns.items() if key not in self._loose}
-        return {key: leaf.copied(self.arrays[key]) for key, leaf in columns.items()} | self.hand_over()
+        return {key: leaf.copied(self.arrays[key]) for key, leaf in columns.items()} | self.take_references()
 
     def lend(self) -> dict[Key, np.ndarray[Any, Any]]:
         """Return the columns for a consumer to keep; the slot is `returned` once none of them is referenced."""
@@ -268,7 +268,7 @@ class Slot:
         # it cannot be interrupted, and it is atomic in whatever thread drops the last tensor.
         self._ended = deque()
         self._loan = [weakref.ref(owner, self._ended.append) for owner in owners.values()]
-        return owners | self.hand_over()
+        return owners | self.take_references()
 
     @property
     def returned(self) -> bool:
@@ -417,7 +417,7 @@ class Pool:
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was never lent."""
-        slot.hand_over()
+        slot.take_references()
         slot.state = State.FREE
         if slot is not self._reserve:
             self._free.append(slot)

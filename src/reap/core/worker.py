@@ -127,7 +127,7 @@ class Worker(AnyWorker):
         self.random: Policy = RandomActions(spec.action, outputs, self.carry, self._draw, action_masks(spec))
         if self._lane_generators is not None and self._draw is None:
             self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._lane_generators, spec)
-        skips = spec.rows == "skipping" or self.env.tells_cuts
+        skips = spec.rows == "skipping" or self.env.reports_cuts
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done, skips=skips)
         self.loop = RolloutLoop(
             self.env,
@@ -151,8 +151,8 @@ class Worker(AnyWorker):
     def _layout(self) -> Layout:
         """Return the layout of a batch's slot; for lanes that come as they are ready, also create sorter and log."""
         spec, plan = self.env.spec, self.plan
-        may_skip = self.env.tells_cuts or (plan.cut_column and not plan.compact)  # the same for all workers
-        cuts = plan.cut_column or self.env.tells_cuts
+        may_skip = self.env.reports_cuts or (plan.cut_column and not plan.compact)  # the same for all workers
+        cuts = plan.cut_column or self.env.reports_cuts
         more = {(*FIRST, *key): leaf for key, leaf in spec.observation.items() if leaf.once}
         more |= (EPISODE_COLUMNS if plan.track_episodes else {}) | ({CUT: Leaf((), torch.bool)} if cuts else {})
         columns = columns_of(
@@ -176,7 +176,7 @@ class Worker(AnyWorker):
             self._log = Slot(Layout(columns, -(-frames // spec.lanes), spec.lanes, batched=True))
             pin(self._log.block, plan.policy_device)
             columns = {key: columns[key] for key in delivered(columns)}
-            if self.env.tells_cuts and not stream:
+            if self.env.reports_cuts and not stream:
                 columns[MASK] = Leaf((), torch.bool)  # for lanes that were dropped
         if stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
@@ -281,7 +281,7 @@ class Worker(AnyWorker):
             slot.clear_flags()
             sorter.deliver(slot, self.ledger)
         except BaseException:  # interrupted (Ctrl-C): reset every lane
-            self.loop.begin_anew()
+            self.loop.reset_all_next()
             sorter.clear()
             self.ledger.reset(range(self.lanes))
             raise

@@ -51,9 +51,9 @@ class AnyWorker:
         found: dict[str, Any] = self.stats.summary()
         return found
 
-    def ended_since(self) -> Any:
+    def take_episodes(self) -> Any:
         """Return the episodes that ended since the last call."""
-        return self.stats.ended_since()
+        return self.stats.take_episodes()
 
     def running_statistics(self) -> Sequence[RunningStatistics]:
         """Return the statistics that its env updates while it is stepped."""
@@ -80,7 +80,7 @@ class AnyWorker:
         if self.plan.reset_at_each_iter or self._rollout_lost or self.env.driver is not self.loop.driver_token:
             self._begin(range(self.lanes))
 
-    def begin_anew(self) -> None:
+    def reset_all_next(self) -> None:
         """Note that the last rollout was lost (Ctrl-C): the next one starts new trajectories in all lanes."""
         self._rollout_lost = True
 
@@ -135,7 +135,7 @@ class AnyWorker:
             self.policy.load_open_state(state["policy"])
             for (leaf, array), kept in zip(self._next_observation(), state["current"]):
                 self._restore_leaf(leaf, array, kept)
-        self.ledger.counter.go_on_at(int(state["next_id"]))
+        self.ledger.counter.resume_at(int(state["next_id"]))
         if resumes:
             torch.as_tensor(self.ledger.ids).copy_(state["ids"])
             self.loop.due = list(state["due"])

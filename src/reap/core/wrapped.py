@@ -20,7 +20,7 @@ class Wrapped(Env):
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self._env, self.spec, self.has_after_step, self.draws = env, spec, env.has_after_step, env.draws
-        self.elsewhere = env.elsewhere
+        self.runs_elsewhere = env.runs_elsewhere
 
     def __getattr__(self, name: str) -> Any:
         """Return other public attributes of the inner env, so that callers need not know that it is wrapped."""
@@ -78,10 +78,10 @@ def _attribute_of_inner(name: str) -> property:
 
 # The remaining hooks, which the loop itself does not call at every step, are forwarded unchanged.
 for _name in (
-    *("report_lane", "draw", "bind_policy", "make_policy", "set_policy_keys", "looks_at", "filled"),
-    *("running_statistics", "rebuild_lanes", "not_rebuilt", "restarts", "dropped", "explain", "stacks"),
+    *("report_lane", "draw", "bind_policy", "make_policy", "set_policy_keys", "outputs_read", "filled"),
+    *("running_statistics", "rebuild_lanes", "why_not_rebuilt", "restarts", "dropped", "explain", "stacks"),
     *("open_state", "load_open_state", "lane_state", "load_lane_state", "make_slot", "state_dict", "load_state_dict"),
 ):
     setattr(Wrapped, _name, _method_of_inner(_name))
-for _name in ("pending_seeds", "captures", "tells_cuts"):
+for _name in ("pending_seeds", "captures", "reports_cuts"):
     setattr(Wrapped, _name, _attribute_of_inner(_name))

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.messages.pickling import dumps
 from reap.backends.remote.ray import CLUSTER, import_ray
 from reap.buffers.replay import ReplayBuffer
@@ -246,7 +246,7 @@ class RayReplayBuffer(_Client):
     def in_fork(self, why: str) -> None:
         """Called in a fork: refuse all use. Only the parent process ends the actor."""
         self._open = False
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the actor, which deletes the rows. May be called twice."""

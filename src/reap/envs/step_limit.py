@@ -52,7 +52,7 @@ class StepLimit(Wrapped):
         count = self._count
         if row.mask is not None and self._skips_rows:  # only frames count
             count[[lane for lane in lanes if row.mask[lane]]] += 1
-        elif ended and self._env.tells_cuts:  # a lane that ended without being done has failed, and made no frame
+        elif ended and self._env.reports_cuts:  # a lane that ended without being done has failed, and made no frame
             count[[lane for lane in lanes if row.done[lane] or lane not in ended]] += 1
         elif len(lanes) == len(count):
             count += 1

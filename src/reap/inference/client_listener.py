@@ -14,7 +14,7 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from reap._system.fork_server.client import enough_room
+from reap._system.fork_server.client import limits_as_worker_died
 from reap._system.listener import Listener, Visitor
 from reap.errors import ReapError
 from reap.inference.clients import SERVICE, refusal, reply, request_from
@@ -33,7 +33,7 @@ class ClientListener:
         if sys.platform != "linux":
             self._path = Path(tempfile.gettempdir()) / name
             self.address = str(self._path)
-        with enough_room("the socket for clients of other processes"):
+        with limits_as_worker_died("the socket for clients of other processes"):
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(self.address)
         listening.listen(128)

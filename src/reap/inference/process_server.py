@@ -23,7 +23,7 @@ import torch
 from typing_extensions import Self
 
 from reap._system.conversation import Answer, ChildGone, ChildSilent, Conversation, answered, live
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.messages.framed import send
 from reap._system.messages.pickling import pack
 from reap._system.processes import BOOT, DEADLINE, Child, StartMethod, end
@@ -97,7 +97,7 @@ class ProcessInferenceServer:
     def in_fork(self, why: str) -> None:
         """Called in a fork: refuse all use. Only the parent process owns the server's process."""
         self._why_closed, self._lock = why, threading.Lock()
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     def client(
         self, kind: str = "process", *, policy_version_key: Any = "policy_version", timeout: float | None = None
@@ -145,7 +145,7 @@ class ProcessInferenceServer:
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._lock:
             self._check_open()
-            return self._answer(self._talk.ask(name, *arguments))
+            return self._answer(self._talk.call(name, *arguments))
 
     def _answer(self, number: int, within: float | None = None, late: str = "") -> Any:
         """Return the answer to this call. Raise if the process has died, or does not answer `within` seconds."""
@@ -164,7 +164,7 @@ class ProcessInferenceServer:
     def _close(self, why: str) -> None:
         if self._why_closed is None:
             self._why_closed = why
-            self._child.line.close()
+            self._child.socket.close()
             end([self._child], patience=0.4 * DEADLINE, deadline=DEADLINE)
 
     def __enter__(self) -> Self:
@@ -192,7 +192,7 @@ def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, 
                 send(connection, answered(number, work, Exception, f"InferenceServer.{name}"))
 
     live(
-        lambda: InferenceServer(policy_factory=lambda: local.in_own_memory(make()), **options),
+        lambda: InferenceServer(policy_factory=lambda: local.unshared(make()), **options),
         serve,
         tell=functools.partial(send, connection),
         doing=lambda server: "policy_factory" if server is None else "InferenceServer",

@@ -27,11 +27,11 @@ from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.processes import DEADLINE
 from reap.arguments import count, function, seconds
 from reap.core.device.devices import named_device
-from reap.core.policies.buckets import powers
+from reap.core.policies.buckets import powers_of_two
 from reap.core.policies.exploration import exploration_type as as_exploration
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import as_tensordict, by_name, is_named
@@ -94,7 +94,7 @@ class InferenceServer:
         if not callable(made):
             raise WrongArgument(f"policy must be a module or a callable, got {type(made).__name__}")
         self._source = made
-        self.policy = local.placed(made, self._device)
+        self.policy = local.moved_to(made, self._device)
         self._kind = as_exploration(exploration_type)
         self._call = bind_exploration(self.policy, self._kind)
         self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
@@ -126,7 +126,7 @@ class InferenceServer:
         """Called in a fork, where the thread does not run: refuse all use, and leave the socket to the parent."""
         self._why_unusable = self._why_closed = why
         self._thread = self._listener = None
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:
     if given is None or given is False:
         return []
     if given is True:
-        return powers(most)
+        return powers_of_two(most)
     sizes: list[Any] = list(given) if isinstance(given, (list, tuple, range)) else [None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         raise UsageError(f"buckets must be True or hold whole numbers ≥ 1, got {given!r}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from reap._system.fork_server.client import kept_fork_server
 from reap._system.fork_server.orphans import children_of, is_resource_tracker
-from reap._system.threads import wait_for_ends
+from reap._system.threads import wait_for_shutdowns
 
 # Seconds until something that has ended must be gone: a process or thread may be visible for a moment after its end was
 # reported, and another program's shared memory for a moment before it is mapped, or for a while after it was killed.
@@ -34,11 +34,11 @@ def no_leaks(*, sockets: bool = True, libraries: bool = True) -> Iterator[None]:
     """
     before = _everything()
     yield
-    wait_for_ends()  # first: background shutdowns hold references
+    wait_for_shutdowns()  # first: background shutdowns hold references
     until = time.monotonic() + PATIENCE
     while (left := _new(before, sockets, libraries)) and time.monotonic() < until:
         gc.collect()  # slow in a large program, so only where something is left; shutdowns may leave more garbage
-        wait_for_ends()
+        wait_for_shutdowns()
         time.sleep(0.01)
     assert not left, "left behind: " + "; ".join(f"{what}: {', '.join(names)}" for what, names in left.items())
 

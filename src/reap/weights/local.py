@@ -69,7 +69,7 @@ def named_tensors(module: nn.Module) -> dict[str, Any]:
     return named
 
 
-def fitting(weights: Any, own: Mapping[str, tuple[int, ...] | None], needed: Iterable[str]) -> dict[str, Any]:
+def checked_weights(weights: Any, own: Mapping[str, tuple[int, ...] | None], needed: Iterable[str]) -> dict[str, Any]:
     """Return `weights` by name; raise SpecMismatch unless they fit a policy and include all names in `needed`.
 
     `own` gives the shapes of the policy's tensors by name; None: not a tensor.
@@ -97,7 +97,7 @@ def load(module: nn.Module, weights: Any, needed: Iterable[str] | None = None) -
     shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in own.items()}
     if needed is None:
         needed = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    new = fitting(weights, shapes, needed)
+    new = checked_weights(weights, shapes, needed)
     with torch.no_grad():
         for name, value in new.items():
             if name.endswith(_EXTRA):
@@ -106,7 +106,7 @@ def load(module: nn.Module, weights: Any, needed: Iterable[str] | None = None) -
                 own[name].copy_(value)
 
 
-def placed(policy: Any, device: torch.device | None) -> Any:
+def moved_to(policy: Any, device: torch.device | None) -> Any:
     """Return the policy on `device`: itself if it is there already, else a copy that requires no gradients."""
     if device is None or not isinstance(policy, nn.Module):
         return policy
@@ -121,7 +121,7 @@ def copied(policy: Any) -> Any:
     return copy.deepcopy(policy, shared_in(policy))
 
 
-def in_own_memory(policy: Any) -> Any:
+def unshared(policy: Any) -> Any:
     """Move parameters and buffers out of shared memory, because this process will write to them; return the policy."""
     if isinstance(policy, nn.Module):
         own: dict[int, torch.UntypedStorage] = {}  # new storages by the old: tensors that shared one still do

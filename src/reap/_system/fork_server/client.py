@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 
 from reap._system.fork_server.child import GRACE
 from reap._system.fork_server.server import REQUEST, serve
-from reap._system.threads import wait_for_ends
+from reap._system.threads import wait_for_shutdowns
 from reap.errors import WorkerDied
 
 _PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # or each worker would import them
@@ -36,7 +36,7 @@ def why_not_started(number: int | None) -> str:
 
 
 @contextlib.contextmanager
-def enough_room(who: str) -> Iterator[None]:
+def limits_as_worker_died(who: str) -> Iterator[None]:
     """Within the block, turn an error about a limit of the system into `WorkerDied`: `who` could not be started."""
     try:
         yield
@@ -114,7 +114,7 @@ def get_ready() -> None:
 
 
 def _end_common() -> None:
-    wait_for_ends()
+    wait_for_shutdowns()
     if _common is not None:
         _common.close()
 

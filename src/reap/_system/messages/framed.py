@@ -18,7 +18,7 @@ _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message
 
 
 def send(connection: Connection, thing: Any) -> None:
-    """Send any object for `MessageSocket.hear`. `connection.send` would share tensors, not send their values."""
+    """Send any object for `MessageSocket.receive`. `connection.send` would share tensors, not send their values."""
     connection.send_bytes(dumps(thing, "what a child says"))
 
 
@@ -34,7 +34,7 @@ class MessageSocket:
         """Return the descriptor that a selector waits for."""
         return self._socket.fileno()
 
-    def say(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """Send a message as far as the socket takes it; `flush` sends the rest."""
         long = len(data) > 0x7FFFFFFF
         self._unsent += _LENGTH.pack(-1) + _LONG_LENGTH.pack(len(data)) if long else _LENGTH.pack(len(data))
@@ -59,7 +59,7 @@ class MessageSocket:
         while not self.flush():
             until_ready([], [self.fileno()])
 
-    def hear(self) -> list[bytes]:
+    def receive(self) -> list[bytes]:
         """Return the messages that have arrived completely."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while piece := self._socket.recv(_PIECE):

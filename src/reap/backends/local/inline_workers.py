@@ -178,7 +178,7 @@ class InlineConnection(WorkerConnection):
                 with interrupts.admitted():
                     message = self._server.fill(self._slots[0])
             except BaseException:
-                self._server.worker.begin_anew()
+                self._server.worker.reset_all_next()
                 raise
             self._slots.popleft()
             self._inbox.append(pickle.loads(message))

@@ -33,7 +33,7 @@ from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
 from reap.backends.worker_server import HELLO, EnvRebuilt, Job, WorkerServer, what_it_did
 from reap.core.device.cudagraph_policy import pin
-from reap.core.measuring.episode_log import UntoldEpisodes
+from reap.core.measuring.episode_log import UnreportedEpisodes
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
@@ -140,7 +140,7 @@ class LocalWorkerServer(WorkerServer):
         self._position = self.counters.step[job.index : job.index + 1]
         self._runs_free = False  # whether it runs free, without slots
         self.rebuilds = RemoteRebuilds(lambda error, seconds: notify(EnvRebuilt(Raised.of(error, "the env"), seconds)))
-        self._untold = UntoldEpisodes()  # episodes for which the shared counters had no room yet
+        self._untold = UnreportedEpisodes()  # episodes for which the shared counters had no room yet
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -206,7 +206,7 @@ class LocalWorkerServer(WorkerServer):
         before = counters.claim(index, self._size, most=counters.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < counters.random)
-            self._untold.add(self.worker.ended_since())
+            self._untold.add(self.worker.take_episodes())
             counters.finish(index, frames, self._size, self.counts(), self._untold)
             self._handed_over()
         self._position[0] = NOWHERE

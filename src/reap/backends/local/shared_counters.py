@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from reap.core.measuring.episode_log import COLUMNS, Episodes, UntoldEpisodes
-from reap.core.measuring.stats import TOLD, numbers_of, stats_of
+from reap.core.measuring.episode_log import COLUMNS, Episodes, UnreportedEpisodes
+from reap.core.measuring.stats import COUNT_NAMES, numbers_of, stats_of
 from reap.core.shared_slots import SharedFile
 
 NOWHERE = -1  # the step of a worker outside a rollout
@@ -51,12 +51,12 @@ class SharedCounters:
     stop, random, total, rest, leave = map(_Flag, range(_FLAGS))
 
     def __init__(self, file: SharedFile, workers: int) -> None:
-        words = file.map(8 * (_FLAGS + (_WORDS + len(TOLD) + len(COLUMNS) * _RING) * workers)).view(np.int64)
+        words = file.map(8 * (_FLAGS + (_WORDS + len(COUNT_NAMES) + len(COLUMNS) * _RING) * workers)).view(np.int64)
         self.file, self.flags = file, words[:_FLAGS]
         each = words[_FLAGS:][: _WORDS * workers].reshape(_WORDS, workers)
         self.claimed, self.step, self.lane, self._frames, self._rollouts, self._count, self._read = each
-        stats, ended = np.split(words[_FLAGS + _WORDS * workers :].view(np.float64), [workers * len(TOLD)])
-        self._stats, self._ended = stats.reshape(workers, len(TOLD)), ended.reshape(workers, _RING, len(COLUMNS))
+        stats, ended = np.split(words[_FLAGS + _WORDS * workers :].view(np.float64), [workers * len(COUNT_NAMES)])
+        self._stats, self._ended = stats.reshape(workers, len(COUNT_NAMES)), ended.reshape(workers, _RING, len(COLUMNS))
 
     def claim(self, worker: int, frames: int, *, most: int) -> int | None:
         """Claim `frames` frames, if fewer than `most` are claimed; return how many were claimed before, or None.
@@ -72,7 +72,7 @@ class SharedCounters:
             self.claimed[worker] += frames
         return before
 
-    def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any], untold: UntoldEpisodes) -> None:
+    def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any], untold: UnreportedEpisodes) -> None:
         """Count a rollout that was written, and release the frames that were claimed but not collected.
 
         Episodes stay in `untold` if there is no room for them because the parent has not taken earlier ones.
@@ -83,7 +83,7 @@ class SharedCounters:
         self._rollouts[worker] += 1
         self._frames[worker] += frames  # last: a reader of the new frame count can also read everything else
 
-    def tell_ended(self, worker: int, untold: UntoldEpisodes) -> None:
+    def tell_ended(self, worker: int, untold: UnreportedEpisodes) -> None:
         """Move finished episodes from `untold` to the ring, as many as there is room for."""
         count, episodes = int(self._count[worker]), untold.take()
         room = _RING - (count - int(self._read[worker]))

@@ -99,16 +99,16 @@ class ProcessConnection(WorkerConnection):
         self.index, self.child, self._free, self._selector = index, child, free, selector
         self._conversation, self._owner = Conversation(child), os.getpid()
         selector.register(child.sentinel, selectors.EVENT_READ, self)
-        selector.register(child.line, selectors.EVENT_READ, self)
+        selector.register(child.socket, selectors.EVENT_READ, self)
         self.flush()
 
     def call(self, data: bytes) -> None:
-        self.child.line.say(data)
+        self.child.socket.send(data)
         self.flush()
 
     def flush(self) -> None:
         """Send buffered data as far as possible; the rest is sent when the socket is writable again."""
-        line = self.child.line
+        line = self.child.socket
         wanted = selectors.EVENT_READ if line.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
         if self._selector.get_key(line).events != wanted:
             self._selector.modify(line, wanted, self)
@@ -120,14 +120,14 @@ class ProcessConnection(WorkerConnection):
                 os.write(self._free, bytes([slot]))
 
     def receive(self) -> tuple[list[Any], bool]:
-        gone = self._conversation.hear()
+        gone = self._conversation.receive()
         messages = list(self._conversation.inbox)
         self._conversation.inbox.clear()
         return messages, gone
 
     def retire(self) -> None:
         """End its process at once, whatever it is still doing: it has failed."""
-        for part in (self.child.sentinel, self.child.line):
+        for part in (self.child.sentinel, self.child.socket):
             with contextlib.suppress(KeyError, ValueError):  # it was retired already
                 self._selector.unregister(part)
         self.hang_up()
@@ -140,4 +140,4 @@ class ProcessConnection(WorkerConnection):
         fd, self._free = self._free, -1  # first: the descriptor number may be reused once it is closed
         if fd >= 0:
             os.close(fd)
-        self.child.line.close()
+        self.child.socket.close()

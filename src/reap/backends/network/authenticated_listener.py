@@ -19,7 +19,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 
-from reap._system.fork_server.client import enough_room
+from reap._system.fork_server.client import limits_as_worker_died
 from reap._system.listener import Listener, Visitor, dial, settled, woken_selector
 from reap.errors import UsageError
 
@@ -113,7 +113,7 @@ class SocketRelay:
         self._directions: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it and to it
         self._new: list[tuple[socket.socket, socket.socket]] = []
         self._buffer, self._lock, self._open = bytearray(_CHUNK), threading.Lock(), True
-        with contextlib.ExitStack() as made, enough_room("what carries bytes between machines"):
+        with contextlib.ExitStack() as made, limits_as_worker_died("what carries bytes between machines"):
             self._selector, self._wake, self._waker = woken_selector(made)
             self._thread = threading.Thread(target=self._run, name=f"reap-relay-{name}", daemon=True)
             self._thread.start()

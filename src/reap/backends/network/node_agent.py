@@ -98,7 +98,7 @@ class NodeAgent:
                     self._connection.send(gone=number, how=str(error), stack="")
                     return None
                 self._children[number] = child
-                child.line.finish()
+                child.socket.finish()
                 self._connection.send(born=number, pid=child.pid)
             case {"signal": number, "which": which}:
                 if number in self._children:

@@ -30,7 +30,7 @@ from reap._system.interrupts import Wakeup
 from reap._system.messages.pickling import dumps
 from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
-from reap._system.stacks import all_at_once
+from reap._system.stacks import call_all
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.launchers import NodeSettings
 from reap.backends.network.loopback_store import loopback_store
@@ -292,7 +292,7 @@ class GlooTransport(LaunchedTransport):
 
     def _suspect(self) -> WorkerHandle:
         """Guess which worker receives no weights, as gloo does not say: one without a stack, or the longest silent."""
-        stacks = all_at_once({str(worker.index): worker.child.ask_stack for worker in self._workers})
+        stacks = call_all({str(worker.index): worker.child.ask_stack for worker in self._workers})
         unresponsive = [worker for worker in self._workers if not stacks[str(worker.index)]]
         quiet = (
             unresponsive

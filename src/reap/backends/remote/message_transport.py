@@ -28,7 +28,7 @@ from reap._system.messages.pickling import pack_bytes
 from reap._system.messages.remote_errors import Raised
 from reap._system.processes import DEADLINE, LEAVE, Child, StartMethod, end
 from reap._system.silence import Silence
-from reap._system.threads import wait_for_ends
+from reap._system.threads import wait_for_shutdowns
 from reap.backends.base import Transport, WeightChannel, WorkerConnection
 from reap.backends.remote.remote_worker import Header, Message, Order, pack_weights, weights_size
 from reap.backends.worker_handle import WorkerHandle
@@ -224,7 +224,7 @@ class MessageTransport(Transport):
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
-        wait_for_ends()  # of failed collectors that still end: their ports, agents and actors block ours
+        wait_for_shutdowns()  # of failed collectors that still end: their ports, agents and actors block ours
         self._workers, self._interrupts, self._silence = workers, interrupts, silence
         self._selector = selectors.DefaultSelector()
         self._selector.register(interrupts.open(), selectors.EVENT_READ)
@@ -241,7 +241,7 @@ class MessageTransport(Transport):
             packed, name = pack_bytes(target, "a worker"), f"reap-worker-{index}"
             self._children[index] = Child(packed, fds=[self._shared.fd], start=self._start_method, name=name)
         for index in targets:
-            self._children[index].line.finish()
+            self._children[index].socket.finish()
 
     def connect(self, worker: WorkerHandle, connection: MessageConnection, sentinel: Any = None) -> None:
         """Set the connection of a worker; `sentinel`: becomes readable when its process is gone."""

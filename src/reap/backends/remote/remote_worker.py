@@ -25,7 +25,7 @@ from torch import Tensor
 from reap._system.conversation import live
 from reap._system.messages.remote_errors import Raised
 from reap.backends.worker_server import Job, RolloutReady, WorkerServer, what_it_did
-from reap.core.measuring.stats import TOLD, numbers_of, stats_of
+from reap.core.measuring.stats import COUNT_NAMES, numbers_of, stats_of
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Slot
 from reap.seeding import seed_process
@@ -33,7 +33,7 @@ from reap.weights.shared import Packing, SharedWeights
 
 BLOCKS = 2  # memory for rollouts of a remote worker
 _SPAN, _STATS = 6, 8  # where in a header the time span and the stats begin
-_WORDS = _STATS + len(TOLD)
+_WORDS = _STATS + len(COUNT_NAMES)
 _PREFIX = 16  # bytes at the start of packed weights: their count and version
 
 Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.messages.pickling import dumps
 from reap.arguments import count
 from reap.backends.remote.ray import import_ray
@@ -98,7 +98,7 @@ class RayEvalWorker:
     def in_fork(self, why: str) -> None:
         """Refuse every further use. Called in a forked process, whose copy does not own the actor."""
         self._actor = None
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     @classmethod
     def from_name(cls, name: str, *, reward_keys: AnyKey = ("next", "reward")) -> RayEvalWorker:

@@ -28,7 +28,7 @@ from reap._system.interrupts import Interrupts
 from reap._system.threads import CTRL_C, join
 from reap.backends.base import Halted
 from reap.backends.local.pauses import AGAIN, Paused, Pauses
-from reap.core.capture.generator_state import beside_the_learner
+from reap.core.capture.generator_state import use_own_generator
 from reap.errors import NotReady, WorkerRaised, WorkerSilent
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.002  # between checks whether the buffer's limiter lets us wri
 class Runner(Protocol):
     """Collects in the background."""
 
-    told: bool  # whether the collector has raised this runner's failure already
+    error_raised: bool  # whether the collector has raised this runner's failure already
 
     def start(self) -> None:
         """Begin to collect."""
@@ -65,7 +65,7 @@ class Runner(Protocol):
     def failure(self) -> Exception | None:
         """Return the error that ended the run; None if there is none."""
 
-    def between(self, work: Callable[[], T]) -> T:
+    def run_between_rollouts(self, work: Callable[[], T]) -> T:
         """Call `work` between two batches, and return its result."""
 
 
@@ -83,7 +83,7 @@ class ThreadRunner:
         self._pauses, self._interrupts = Pauses(), Interrupts()
         self._resting = self._stopping = self._ended = False
         self._failure: Exception | None = None
-        self.told = False
+        self.error_raised = False
         self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
         guard(self)
 
@@ -98,7 +98,7 @@ class ThreadRunner:
         self._thread.start()
 
     def _run(self) -> None:
-        beside_the_learner()
+        use_own_generator()
         try:
             while self._wait_for_turn():
                 turn = self._turn()
@@ -159,7 +159,7 @@ class ThreadRunner:
                     self._change.wait(min(CTRL_C, left))
                 self._interrupts.let_in()
 
-    def between(self, work: Callable[[], T]) -> T:
+    def run_between_rollouts(self, work: Callable[[], T]) -> T:
         future: Future[T] = Future()
         with self._lock:
             here = self._ended or threading.current_thread() is self._thread

@@ -48,7 +48,7 @@ class Lifecycle:
         A thread that collects in this process is not waited for: it closes the env itself when it leaves it.
         """
         if self.busy not in (None, threading.get_ident()):
-            backend.breaker()()
+            backend.canceller()()
             away = backend.close_ends_take or not close_env
             if away and self.collecting.acquire(timeout=LEAVE):
                 self.collecting.release()

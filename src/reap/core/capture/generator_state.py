@@ -4,7 +4,7 @@ If no other thread draws, the generator is put back to where it was. In a thread
 alone: the learner draws from it, too, and would get the same numbers twice. There nothing is put back, every draw gives
 new numbers, and code that draws cannot be compared with its replay.
 
-    alone                  position ──► draw ──► put_back ──► draw the same again
+    alone                  position ──► draw ──► restore_generator ──► draw the same again
     beside the learner     nothing is put back; if the generator did not move, a call has drawn nothing
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 _thread = threading.local()
 
 
-def beside_the_learner() -> None:
+def use_own_generator() -> None:
     """Declare that this thread runs beside one that draws random numbers."""
     _thread.beside = True
 
@@ -33,7 +33,7 @@ def position() -> Tensor | None:
     return None if is_shared() else torch.get_rng_state()
 
 
-def put_back(where: Tensor | None) -> None:
+def restore_generator(where: Tensor | None) -> None:
     """Set torch's generator to a `position`; None leaves it alone."""
     if where is not None:
         torch.set_rng_state(where)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from reap._foreign import torch_internals
 from reap.core.capture.fingerprint import Fingerprint
 from reap.core.capture.frame_stacks import moved_in_place
-from reap.core.capture.generator_state import is_shared, position, probe_generator, put_back, same_position
+from reap.core.capture.generator_state import is_shared, position, probe_generator, restore_generator, same_position
 from reap.core.capture.grey_pictures import with_grey_pictures
 from reap.core.capture.recorder import (
     Call,
@@ -134,9 +134,9 @@ class Captured:
         calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
         names = {at: again.get(name, name) for at, name in (again | names).items()}
         decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
-        looked_at = (*outputs, *(d.at for d in decisions))
-        calls = moved_in_place(calls, recorder.tensors, memory, looked_at)
-        calls = with_grey_pictures(calls, recorder.tensors, looked_at)
+        used = (*outputs, *(d.at for d in decisions))
+        calls = moved_in_place(calls, recorder.tensors, memory, used)
+        calls = with_grey_pictures(calls, recorder.tensors, used)
         moving = set(inputs)
         steady, each = [], []
         for call in calls:
@@ -280,12 +280,12 @@ class Captured:
                 versions = list(map(version_of, self._outside.values()))
                 wanted = [*self._call(*[x.clone() for x in inputs])]
                 after = position()
-                put_back(state)
+                restore_generator(state)
                 got = self._replayed(self.run, inputs)
                 if versions != list(map(version_of, self._outside.values())):
                     return True  # another thread trains meanwhile: they cannot be compared
             same = same_position(after, position()) and all(map(_same_bits, wanted, got))
-            put_back(after)
+            restore_generator(after)
         return same
 
     def _replayed(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -307,7 +307,7 @@ class Captured:
         wanted = [made.recorder.tensors[at] for at in made.outputs]
         wanted = [step_copies.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
         after = position()
-        put_back(state)
+        restore_generator(state)
         prepare, step = self._compiled(stands)
         values = self._replayed(step(*prepare()()[: len(self._fixed)]), inputs)
         return [*wanted, *map(step_copies.of, self._outside.values())], after, [*values, *stands.values()]
@@ -375,7 +375,7 @@ class Halves:
         except Exception:  # such as for a value that is no array, or a function that vmap cannot map: defer nothing
             return False
         finally:
-            put_back(kept)
+            restore_generator(kept)
 
     def _agrees(self, whole: Callable[..., Any], probes: Sequence[Sequence[Tensor]], used: Sequence[int]) -> bool:
         rows, wanted = [], []
@@ -385,7 +385,7 @@ class Halves:
             state = position()
             wanted.append(whole(*probe))
             after = position()
-            put_back(state)
+            restore_generator(state)
             rows.append(self.run(*probe))
             if not same_position(after, position()):
                 return False

@@ -129,9 +129,9 @@ class DeviceStats:
         if self.one_by_one is not None:
             self.one_by_one.forget(mask.cpu().nonzero()[:, 0].tolist())
 
-    def ended_since(self) -> Episodes:
+    def take_episodes(self) -> Episodes:
         """Return the episodes that ended since the last call; none if episodes are not tracked one by one."""
-        return NO_EPISODES if self.one_by_one is None else self.one_by_one.ended_since()
+        return NO_EPISODES if self.one_by_one is None else self.one_by_one.take_episodes()
 
     def rollout(self, reward: Tensor, frames: Tensor, ends: Tensor) -> None:
         """Sum the rewards `[T, N]` of one rollout in which so many episodes ended.
@@ -184,7 +184,7 @@ class DeviceStats:
     def load(self, state: Mapping[str, Any], *, opened: bool) -> None:
         """Continue counting from `state`; with `opened`, the episodes that were open go on too."""
         self.frames, self.rollouts = state["frames"], state["rollouts"]
-        self._clock.go_on_at(state["seconds"])
+        self._clock.resume_at(state["seconds"])
         self.loaded_seconds = state["seconds"]
         self._totals.copy_(state["sums"])
         self._recent = deque([one.to(self._totals.device) for one in state["recent"]], maxlen=RECENT)
@@ -220,7 +220,7 @@ class _Clock:
         while self._running and self._running[0][1].query():
             self._add()
 
-    def go_on_at(self, seconds: float) -> None:
+    def resume_at(self, seconds: float) -> None:
         self._running.clear()
         self._done = seconds
 
@@ -262,7 +262,7 @@ class DeviceCounter:
         """The next free id; reading it waits for the device."""
         return int(self.tensor)
 
-    def go_on_at(self, first: int) -> None:
+    def resume_at(self, first: int) -> None:
         """Continue at `first`."""
         self.tensor.fill_(first)
 

@@ -48,7 +48,7 @@ SUMMARY = (
 )  # names in `EpisodeLog.summary`
 
 
-class UntoldEpisodes:
+class UnreportedEpisodes:
     """The last `KEPT` episodes that were not taken yet. One thread may add while another takes."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class EpisodeLog:
     """The episodes of all workers of a collector."""
 
     def __init__(self) -> None:
-        self._untold = UntoldEpisodes()
+        self._untold = UnreportedEpisodes()
         self._recent: dict[int, Episodes] = {}  # the last hundred of each worker, which include the last hundred of all
         self._warned_of = 0  # the number of dropped episodes that `records` has warned of
 
@@ -169,7 +169,7 @@ class EpisodeLog:
         if rows.ndim != 2 or rows.shape[1] != len(COLUMNS):  # saved by an earlier version, which kept fewer columns
             rows = NO_EPISODES
         rows[:, TIME] += time.perf_counter()
-        self._untold = UntoldEpisodes()
+        self._untold = UnreportedEpisodes()
         self._recent = {int(worker): rows[rows[:, WORKER] == worker] for worker in np.unique(rows[:, WORKER])}
 
 

@@ -157,7 +157,7 @@ class RunningStatistics:
         self._elsewhere = total
         self._reset()
 
-    def hear(self, elsewhere: Moments) -> None:
+    def set_elsewhere(self, elsewhere: Moments) -> None:
         """Set the moments of what all others have seen, and keep this object's own."""
         self.expect(elsewhere.mean.shape)
         self.own()

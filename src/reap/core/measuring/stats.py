@@ -28,7 +28,7 @@ from reap.core.measuring.episode_log import (
     VERSION,
     EpisodeLog,
     Episodes,
-    UntoldEpisodes,
+    UnreportedEpisodes,
 )
 from reap.core.measuring.times import EVERY, StepTimes
 
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 _COUNTS = ("frames", "rollouts", "episodes", "nan_rewards", "seconds")
 _ROW_LENGTH = len(COLUMNS)  # numbers kept of an episode
 _OPEN = ("open_return", "open_discounted", "open_length")
-TOLD = (
+COUNT_NAMES = (
     "episodes",
     "nan_rewards",
     "collect_seconds",
@@ -72,7 +72,7 @@ class Stats:
         self._open_since = np.full(lanes, time.perf_counter())
         self._version, self._began = 0, 0.0
         self.span = (0.0, 0.0)  # when the last rollout began and ended
-        self._unreported = UntoldEpisodes()
+        self._unreported = UnreportedEpisodes()
         self._times = StepTimes()
 
     def begin(self, version: int = 0) -> StepTimes | None:
@@ -194,7 +194,7 @@ class Stats:
         rows[:, RETURN], rows[:, LENGTH], rows[:, DISCOUNTED] = totals
         self.ended(rows)
 
-    def ended_since(self) -> Episodes:
+    def take_episodes(self) -> Episodes:
         """Return the episodes that ended since the last call."""
         return self._unreported.take()
 
@@ -291,19 +291,19 @@ class _EpisodeStarts:
 
 
 def numbers_of(stats: Mapping[str, Any]) -> list[float]:
-    """Return a worker's counts as a list of numbers, in the order of `TOLD`."""
-    return [np.nan if stats[name] is None else stats[name] for name in TOLD]
+    """Return a worker's counts as a list of numbers, in the order of `COUNT_NAMES`."""
+    return [np.nan if stats[name] is None else stats[name] for name in COUNT_NAMES]
 
 
 def stats_of(numbers: Array) -> dict[str, Any]:
     """Return the counts that `numbers_of` encoded."""
-    told = {name: None if np.isnan(value) else value for name, value in zip(TOLD, numbers.tolist())}
+    told = {name: None if np.isnan(value) else value for name, value in zip(COUNT_NAMES, numbers.tolist())}
     return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
 
 
-def counted_on(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, Any]:
+def plus_earlier(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, Any]:
     """Return the counts of a worker plus those of the workers it replaced, `before`."""
-    return {**stats, **{name: _sum([before[name], stats[name]]) for name in TOLD if name != "frames_per_second"}}
+    return {**stats, **{name: _sum([before[name], stats[name]]) for name in COUNT_NAMES if name != "frames_per_second"}}
 
 
 def added(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,15 +312,15 @@ def added(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]
     return {**state, **{name: state[name] + before[told] for name, told in names.items()}}
 
 
-def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def joined_counts(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sums of several workers' counts; of `collect_seconds`, the maximum."""
-    found = {name: _sum([one[name] for one in stats]) for name in TOLD}
+    found = {name: _sum([one[name] for one in stats]) for name in COUNT_NAMES}
     return found | {"collect_seconds": max((one["collect_seconds"] for one in stats), default=0.0)}
 
 
-def told(stats: Sequence[Mapping[str, Any]], log: EpisodeLog, worker: int | None = None) -> dict[str, Any]:
+def public_counts(stats: Sequence[Mapping[str, Any]], log: EpisodeLog, worker: int | None = None) -> dict[str, Any]:
     """Return what `stats()` reports of one or more workers: counts, the last hundred episodes, and times."""
-    counts = together(stats)
+    counts = joined_counts(stats)
     in_rollouts = sum(one["collect_seconds"] for one in stats)
     split = {**counts, "loop_seconds": None}
     if counts["env_seconds"] is not None:

@@ -14,7 +14,7 @@ from reap.core.policy import Policy, PolicyWrapper
 from reap.core.slot import Row
 
 
-def powers(most: int) -> list[int]:
+def powers_of_two(most: int) -> list[int]:
     """Return the powers of two below `most`, then `most` itself."""
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
@@ -25,7 +25,7 @@ class Bucketed(PolicyWrapper):
     def __init__(self, policy: Policy, width: int, filled: Callable[[], int]) -> None:
         super().__init__(policy)
         self._width, self._filled = width, filled
-        sizes = powers(width)
+        sizes = powers_of_two(width)
         self._size_for = [next(size for size in sizes if size >= count) for count in range(width + 1)]
 
     @property

@@ -16,7 +16,7 @@ import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from reap.core.capture.generator_state import position, probe_generator, put_back
+from reap.core.capture.generator_state import position, probe_generator, restore_generator
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in, undisturbed
 from reap.core.capture.replay import Captured, Halves
@@ -134,9 +134,9 @@ class CapturedPolicy(SubstitutePolicy):
     def _split(self, slot: Slot) -> Halves | None:
         """Return the step in two halves, if it pays to defer outputs nobody reads before the rollout ends; or None."""
         short = slot.layout.steps < _MIN_STEPS
-        if self._active is None or self.looked_at is None or self._reread or self._compare or self._no_defer or short:
+        if self._active is None or self.read_early is None or self._reread or self._compare or self._no_defer or short:
             return None
-        return self._active.halves([i for i, key in enumerate(self.outputs) if key in self.looked_at])
+        return self._active.halves([i for i, key in enumerate(self.outputs) if key in self.read_early])
 
     def act(self, row: Row) -> None:
         halves = self._halves
@@ -173,7 +173,7 @@ class CapturedPolicy(SubstitutePolicy):
         """Return whether module and replay agree on this step; if they do not, drop all recordings."""
         before = position()
         agree = active.agrees(inputs)
-        put_back(before)
+        restore_generator(before)
         if not agree:
             self.why = "its replay gave other numbers in a later rollout"
             _log.warning("%s is called at each step from now on: %s", type(self._model).__name__, self.why)

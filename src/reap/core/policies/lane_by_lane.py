@@ -71,7 +71,7 @@ class LaneByLane(PolicyWrapper):
         parts = self._lanes_of(slot)
         before = torch.get_rng_state()
         for lane, (policy, part) in enumerate(zip(self._policies, parts)):
-            policy.looked_at = self.looked_at
+            policy.read_early = self.read_early
             torch.set_rng_state(self._generators.states[lane])
             policy.begin(part)
             self._generators.states[lane] = torch.get_rng_state()

@@ -198,7 +198,7 @@ class GymLanes(Env):
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         if self.remake is None or any(leaf.loose for leaf in self.spec.observation.values()):
             return False
-        self._on_failure, self.tells_cuts = replace, True
+        self._on_failure, self.reports_cuts = replace, True
         return True
 
     def restarts(self) -> int:

@@ -36,7 +36,7 @@ class ReadyLanes(Env):
     """The lanes of workers as an env, `least` to `most` groups of them at a time."""
 
     has_after_step = True
-    elsewhere = True
+    runs_elsewhere = True
 
     def __init__(self, lane_workers: LaneWorkers, least: int, most: int) -> None:
         self.lane_workers, self._least, self._most = lane_workers, least, most
@@ -64,7 +64,7 @@ class ReadyLanes(Env):
             side=spec.side | {LANE_AT},
         )
         self.draws = lane_workers.traits.draws
-        self.tells_cuts = lane_workers.on_failure.action != "raise"
+        self.reports_cuts = lane_workers.on_failure.action != "raise"
         self._in_hand: list[int] = []  # groups the policy acts on next, in the order of their positions
         self._lanes_in_hand = np.zeros(0, np.int64)
         self._answered: deque[int] = deque()  # groups that answered, not in hand yet

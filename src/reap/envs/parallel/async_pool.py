@@ -22,7 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from reap import arguments
 from reap._system.affinity import Masks, masks
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.processes import StartMethod
 from reap.core.assemble import tree_of
 from reap.core.columns.assemble_ragged import frame
@@ -149,7 +149,7 @@ class AsyncEnvPool(EnvBase):
     def in_fork(self, why: str) -> None:
         """Refuse use in a forked copy: the envs and their answers belong to the process that started them."""
         self._failure = why
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     def _clear_orders(self) -> None:
         """Forget which lanes are under way, and with what."""

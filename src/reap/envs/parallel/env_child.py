@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from reap._system.affinity import Cores, settle_on
+from reap._system.affinity import Cores, pin_process
 from reap._system.conversation import answered, live
 from reap._system.fork_server.child import settle
 from reap._system.messages.framed import send
@@ -173,7 +173,7 @@ def serve(
     order_fd, reply, *files = fds[:FDS]
 
     def build() -> EnvChild:
-        settle_on(cores)  # first: threads inherit these cores, and torch starts some threads at once
+        pin_process(cores)  # first: threads inherit these cores, and torch starts some threads at once
         torch.set_num_threads(threads)
         seed_process(fresh_seed())  # children forked from one server would draw the same numbers
         return make(connection, fds)

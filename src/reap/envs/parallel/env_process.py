@@ -39,7 +39,7 @@ class EnvProcess:
         self._timeout = timeout
         self.conversation = Conversation(child)
         self._poll = select.poll()  # wakes on an answer, on a message, and when the child has ended
-        for fd in (reply, child.line.fileno()) if timeout is None else (reply, child.sentinel, child.line.fileno()):
+        for fd in (reply, child.socket.fileno()) if timeout is None else (reply, child.sentinel, child.socket.fileno()):
             self._poll.register(fd, select.POLLIN)
         self.logged = False  # whether its silence is in the log already
         self.spec: EnvSpec
@@ -81,11 +81,11 @@ class EnvProcess:
         except BrokenPipeError:
             raise self.death() from None
 
-    def ask(self, name: str, *arguments: Any) -> int:
+    def call(self, name: str, *arguments: Any) -> int:
         """Send a call; returns the number its answer will have."""
         with Interrupts().held():  # Ctrl-C must not separate the CALL order from its message
             self.order(CALL)
-            return self.conversation.ask(name, *arguments)
+            return self.conversation.call(name, *arguments)
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class EnvProcess:
         Messages are read meanwhile: a large one, or one behind the answers to calls that Ctrl-C interrupted, does not
         fit into the socket's buffer, and the child writes to the reply pipe only after it has sent the message.
         """
-        timeout, line = self._timeout, self.child.line.fileno()
+        timeout, line = self._timeout, self.child.socket.fileno()
         while True:
             ready = self._poll.poll(1000 * (silence.LOGGED_AFTER if timeout is None else timeout))
             if ready and ready[0][0] != line:  # poll() lists the line last, as it was registered last
@@ -112,7 +112,7 @@ class EnvProcess:
     def receive(self) -> None:
         """Move messages that have come into the inbox, so that the child can send more."""
         with Interrupts().held():  # Ctrl-C must not lose a message that was read
-            self.conversation.hear()
+            self.conversation.receive()
 
     def answer(self, call: int | None = None, grace: float = 0.0) -> Any:
         """Wait for the answer to a call; None: for the next message sent without a call."""
@@ -120,7 +120,11 @@ class EnvProcess:
         try:
             while True:
                 try:
-                    return self.conversation.unasked(within) if call is None else self.conversation.answer(call, within)
+                    return (
+                        self.conversation.next_unrequested(within)
+                        if call is None
+                        else self.conversation.answer(call, within)
+                    )
                 except ChildSilent:
                     if self._timeout is not None:
                         raise
@@ -144,10 +148,10 @@ class EnvProcess:
     def death(self) -> ReapError:
         """Return the error for a child that has ended: the error it sent last, or how it ended."""
         self.failed = True
-        self.conversation.hear()
+        self.conversation.receive()
         if not self.conversation.inbox:
             self.child.gone(1.0)
-            self.conversation.hear()
+            self.conversation.receive()
         for message in self.conversation.inbox:
             if isinstance(message, Raised):
                 return self._logged(self.named(message.unpack()))
@@ -184,4 +188,4 @@ class EnvProcess:
         self.ended = True
         for fd in (self.order_fd, self.reply):
             os.close(fd)
-        self.child.line.close()
+        self.child.socket.close()

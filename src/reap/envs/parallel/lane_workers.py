@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from reap._system import silence
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.interrupts import Interrupts
 from reap._system.processes import BOOT
-from reap._system.stacks import all_at_once
+from reap._system.stacks import call_all
 from reap.core.env import Rows
 from reap.core.slot import Row
 from reap.envs.parallel.env_child import DRAW, RESET, TOKENS, UNSEEDED, Traits
@@ -128,7 +128,7 @@ class LaneWorkers(abc.ABC):
 
     def in_fork(self, why: str) -> None:
         """Refuse use in a forked copy: it has no threads, and the processes belong to the one that started them."""
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     @property
     def pending(self) -> int:
@@ -221,7 +221,7 @@ class LaneWorkers(abc.ABC):
             f"worker of {lanes_named(first, last)}": functools.partial(self._stack_of, group)
             for group, (first, last) in enumerate(self.bounds)
         }
-        return all_at_once(asked)
+        return call_all(asked)
 
     def draw(self, groups: Sequence[int]) -> list[int]:
         """Have idle groups draw random actions into the row; returns the other groups that answered meanwhile."""

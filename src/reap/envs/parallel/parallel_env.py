@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from reap._system.forks import guard, refuse_all
+from reap._system.forks import guard, refuse_use
 from reap._system.processes import StartMethod
 from reap.arguments import one_of, seconds, whole
 from reap.core.device.devices import named_device
@@ -88,4 +88,4 @@ class ParallelEnv(EnvBase):
 
     def in_fork(self, why: str) -> None:
         """Refuse use in a forked copy: the processes belong to the process that started them."""
-        refuse_all(self, why)
+        refuse_use(self, why)

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from reap._system.affinity import Cores
-from reap._system.fork_server.client import enough_room
-from reap._system.forks import guard, refuse_all
+from reap._system.fork_server.client import limits_as_worker_died
+from reap._system.forks import guard, refuse_use
 from reap._system.interrupts import Interrupts
 from reap._system.messages.pickling import pack
 from reap._system.processes import BOOT, DEADLINE, LAST_STEP, StartMethod, end
-from reap._system.stacks import all_at_once
-from reap._system.threads import LINGER, see_to
+from reap._system.stacks import call_all
+from reap._system.threads import LINGER, run_shutdown
 from reap._system.worker_log import record
 from reap.core.columns.batch_columns import layout_by_hand
 from reap.core.env import Env, Rows
@@ -76,7 +76,7 @@ def _without_spaces(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
 class ProcessLanes(Env):
     """Envs in child processes, stepped as the lanes of one env."""
 
-    elsewhere = True
+    runs_elsewhere = True
     _rebuilds = True  # whether the child processes can rebuild an env that raised, where `on_failure` allows it
 
     def __init__(
@@ -100,7 +100,7 @@ class ProcessLanes(Env):
         self._cores = cores  # the cores each child runs on; None: any
         self._on_failure = on_failure or FailurePolicy()
         self._budget = budget or RestartBudget(self._on_failure)  # a given budget is shared with the caller
-        self.tells_cuts = self._on_failure.action != "raise"
+        self.reports_cuts = self._on_failure.action != "raise"
         self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and their errors
         self._dropped: list[int] = []  # lanes that are no longer stepped
         self._cut: list[int] = []  # lanes that were reset since the last step, because of a failure
@@ -117,7 +117,7 @@ class ProcessLanes(Env):
         self._token = 0  # the token of the last `_settle`
         guard(self)
         try:
-            with enough_room("processes for the lanes"):
+            with limits_as_worker_died("processes for the lanes"):
                 self._begin()
         except BaseException:
             self.close()
@@ -125,7 +125,7 @@ class ProcessLanes(Env):
 
     def in_fork(self, why: str) -> None:
         """Refuse use in a forked copy: the processes and their answers belong to the process that started them."""
-        refuse_all(self, why)
+        refuse_use(self, why)
 
     def _begin(self) -> None:
         for name in ("reap-rows", "reap-first", "reap-some"):
@@ -178,7 +178,7 @@ class ProcessLanes(Env):
                 f"it cannot lie in memory that processes share step by step; take SerialEnv, or a collector with "
                 f"workers (MultiSyncCollector)"
             )
-        if self.tells_cuts:  # lanes make no frame in a step in which their process fails
+        if self.reports_cuts:  # lanes make no frame in a step in which their process fails
             self.spec = dataclasses.replace(self.spec, rows="skipping")
         for process, (first, last) in zip(self.processes, bounds):
             process.first, process.last = first, last
@@ -191,7 +191,7 @@ class ProcessLanes(Env):
         self._fresh = np.zeros(lanes, bool)  # reset after their episode ended; the first observation waits in `first`
 
     def stacks(self) -> dict[str, str]:
-        return all_at_once({f"worker {process.name}": process.child.ask_stack for process in self.processes})
+        return call_all({f"worker {process.name}": process.child.ask_stack for process in self.processes})
 
     # ---- orders and answers ---------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class ProcessLanes(Env):
     def _call(self, process: EnvProcess, name: str, *arguments: Any) -> Any:
         if process.owes:
             self._settle(process)
-        return process.answer(process.ask(name, *arguments))
+        return process.answer(process.call(name, *arguments))
 
     def _call_all(self, name: str, *arguments: Any) -> None:
         """Call every process. One that fails here is noted as lost; `introduce` repeats the call to its replacement."""
@@ -462,7 +462,7 @@ class ProcessLanes(Env):
 
         Stepped by hand, the env always raises: its user could not see that lanes were reset.
         """
-        if self._budget.policy.action == "raise" or (self.tells_cuts and self.driver is None):
+        if self._budget.policy.action == "raise" or (self.reports_cuts and self.driver is None):
             raise error
         process.owes = False
         self._lost[process] = error
@@ -514,7 +514,7 @@ class ProcessLanes(Env):
 
     def start_again(self, before: EnvProcess) -> EnvProcess:
         """Start a replacement for a process without waiting; its first message will be its spec and traits."""
-        with enough_room("another process for the lanes"):
+        with limits_as_worker_died("another process for the lanes"):
             new = self._start(before.number)
         new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
         new.spec, new.traits = before.spec, before.traits
@@ -527,11 +527,11 @@ class ProcessLanes(Env):
         joint_spec([new.spec, spec])
         if spec.lanes != new.last - new.first:
             raise SpecMismatch(f"it has {spec.lanes} lanes, and the one before it had {new.last - new.first}")
-        number = new.ask("begin", new.first, self.spec.lanes)
+        number = new.call("begin", new.first, self.spec.lanes)
         if self._action is not None:
-            number = new.ask("expect", _without_spaces(self._action))
+            number = new.call("expect", _without_spaces(self._action))
         for slot in self._announced:
-            number = new.ask("slot", *slot)
+            number = new.call("slot", *slot)
         return number
 
     # ---- closing --------------------------------------------------------------------------------------------------
@@ -549,7 +549,7 @@ class ProcessLanes(Env):
                 process.child.signal(signal.SIGTERM)
             process.hang_up()
         gone = functools.partial(end, [process.child for process in children], patience=LAST_STEP, deadline=DEADLINE)
-        see_to(gone, LINGER if any(process.failed for process in children) else None)
+        run_shutdown(gone, LINGER if any(process.failed for process in children) else None)
         for file in self._files:
             file.close()
 

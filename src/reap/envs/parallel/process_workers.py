@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reap._system.conversation import Answer
-from reap._system.fork_server.client import enough_room
+from reap._system.fork_server.client import limits_as_worker_died
 from reap._system.fork_server.server import MOST_FDS
 from reap._system.interrupts import Interrupts
 from reap._system.messages.remote_errors import Raised
@@ -52,7 +52,7 @@ class ProcessWorkers(LaneWorkers):
     ) -> None:
         super().__init__(on_failure)
         self.timeout = timeout
-        with enough_room("processes for the lanes"):  # first: if it fails, nothing has to be closed
+        with limits_as_worker_died("processes for the lanes"):  # first: if it fails, nothing has to be closed
             self._selector = selectors.DefaultSelector()
         try:
             self._lanes = ProcessLanes(makers, timeout=timeout, objects=self._objects, budget=self.budget, **options)
@@ -65,7 +65,7 @@ class ProcessWorkers(LaneWorkers):
         self._last_calls: dict[int, int] = {}  # of newcomers: the number of the last call of `introduce`
         for n, process in enumerate(self._processes):
             self._selector.register(process.reply, selectors.EVENT_READ, n)
-            self._selector.register(process.child.line.fileno(), selectors.EVENT_READ, n)
+            self._selector.register(process.child.socket.fileno(), selectors.EVENT_READ, n)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._lanes.expects(action):
@@ -114,7 +114,7 @@ class ProcessWorkers(LaneWorkers):
     def _retire(self, unit: int) -> None:
         process = self._processes[unit]
         if not process.ended:
-            for fd in (process.reply, process.child.line.fileno()):
+            for fd in (process.reply, process.child.socket.fileno()):
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(fd)
         self._last_calls.pop(unit, None)
@@ -123,16 +123,16 @@ class ProcessWorkers(LaneWorkers):
     def _start_again(self, unit: int) -> None:
         process = self._processes[unit] = self._lanes.start_again(self._processes[unit])
         events = selectors.EVENT_READ | selectors.EVENT_WRITE  # its target may not fit into the socket at once
-        self._selector.register(process.child.line.fileno(), events, ~unit)
+        self._selector.register(process.child.socket.fileno(), events, ~unit)
 
     def _receive_from_newcomer(self, unit: int) -> None:
         """Continue the introduction of a newcomer with the messages that have come from it."""
         process = self._processes[unit]
-        line = process.child.line
+        line = process.child.socket
         with Interrupts().held():  # Ctrl-C must not come between a message and the reply to it
             if line.flush():
                 self._selector.modify(line.fileno(), selectors.EVENT_READ, ~unit)
-            gone = process.conversation.hear()
+            gone = process.conversation.receive()
             while process.conversation.inbox:
                 message = process.conversation.inbox.popleft()
                 value = message.value if isinstance(message, Answer) else message
@@ -150,7 +150,7 @@ class ProcessWorkers(LaneWorkers):
     def _begin(self, unit: int) -> None:
         """Reset the lanes of a newcomer whose introduction is complete, and listen to it as to the others."""
         process = self._processes[unit]
-        self._selector.modify(process.child.line.fileno(), selectors.EVENT_READ, unit)
+        self._selector.modify(process.child.socket.fileno(), selectors.EVENT_READ, unit)
         self._selector.register(process.reply, selectors.EVENT_READ, unit)
         for group in self._groups_of(unit):
             self._order_group(group, RESET, range(*self.bounds[group]))

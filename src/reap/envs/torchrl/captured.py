@@ -31,7 +31,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap._foreign import torchrl_internals
-from reap.core.capture.generator_state import position, probe_generator, put_back
+from reap.core.capture.generator_state import position, probe_generator, restore_generator
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows
@@ -203,8 +203,8 @@ class Base:
         unread = {key: leaf.column(self.lanes.spec.lanes) for key, leaf in observation.items()}
         skipped = []
         for read in self.read[:-1]:
-            looked_at = {as_key(key) for key, is_read in zip(self.keys, read) if is_read}
-            common = {key: array for key, array in unread.items() if key not in looked_at}
+            used = {as_key(key) for key, is_read in zip(self.keys, read) if is_read}
+            common = {key: array for key, array in unread.items() if key not in used}
             skipped.append(self._prepared_row(common, seen=len(common) < len(unread)))
         self._rows = [*skipped, self._prepared_row({}), *skipped, self._prepared_row({})]
         self._turn, self._flagged = -1, set()
@@ -343,9 +343,9 @@ class CapturedRows(TorchRLRows):
     def wrap_policy(self, policy: TensorDictPolicy) -> Policy:
         return policy if self.captures else super().wrap_policy(policy)
 
-    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+    def outputs_read(self, outputs: Collection[Key]) -> Collection[Key]:
         if self._captured is None:
-            return super().looks_at(outputs)
+            return super().outputs_read(outputs)
         root = len(self._root_keys)
         return [*self.spec.action, *(self._recorded_keys[i - root] for i in self._captured.used if i >= root)]
 
@@ -357,7 +357,11 @@ class CapturedRows(TorchRLRows):
                 ask.look()
         if self._captured is None:
             return
-        if {*outputs}.issuperset(self.looks_at(outputs)) and {*outputs} <= {*self._recorded_keys} and self._rebound():
+        if (
+            {*outputs}.issuperset(self.outputs_read(outputs))
+            and {*outputs} <= {*self._recorded_keys}
+            and self._rebound()
+        ):
             self._choose()
         else:
             self._captured = self._run = None  # a transform or the policy has changed: the step is recorded again
@@ -518,7 +522,7 @@ class CapturedRows(TorchRLRows):
                 reset.checked = reset.captured.agrees(probe)
             finally:
                 base.given = ()
-                put_back(before)
+                restore_generator(before)
             if not reset.checked:
                 self._one_recording = False
                 return False

@@ -180,7 +180,7 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
         if command in _MOVES:
             self._fresh[worker * self._each : (worker + 1) * self._each] = False
             self.stepped_by = "command" if command.startswith("step") else None
-        self._calls[worker] = command, process.ask("torchrl", number, command, data)
+        self._calls[worker] = command, process.call("torchrl", number, command, data)
 
     def receive_answer(self, worker: int) -> Any:
         """Wait for a worker's answer and return it; results of steps and resets go to where TorchRL looks for them."""
@@ -232,7 +232,7 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
                 self._call(process, "policy_keys", passed)
             self._passed = passed
 
-    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+    def outputs_read(self, outputs: Collection[Key]) -> Collection[Key]:
         return [*self.spec.action, *self._next_values(outputs)]
 
     def _next_values(self, outputs: Collection[Key]) -> list[Key]:

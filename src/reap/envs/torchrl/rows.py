@@ -153,7 +153,7 @@ class OfTorchRL(Env):
     def bind_policy(self, model: Any) -> None:
         give_spec(model, self.outer)
 
-    def not_rebuilt(self) -> str:
+    def why_not_rebuilt(self) -> str:
         return (
             "TorchRL's env object holds what it was made of, with seeds, transforms and workers of its own, and cannot "
             "be told that one of them is another; give the factories to reap.envs.ParallelEnv(on_failure=) or SerialEnv"
@@ -276,7 +276,7 @@ class TorchRLRows(TorchRLEnv):
         seen = policy.device is None and policy.shown in (None, self.root.device)
         return RootPolicy(policy, self) if here and kept and seen else policy
 
-    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+    def outputs_read(self, outputs: Collection[Key]) -> Collection[Key]:
         return outputs  # its transforms may read anything
 
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
