@@ -1,4 +1,4 @@
-"""The diagrams of the documentation: `python docs/images/draw.py` writes an SVG file for each, beside this one."""
+"""Draw the diagrams of the documentation: `python docs/images/draw.py` writes an SVG file for each, beside this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INK, LINE = "#263238", "#546e7a"
 
 
 class Drawing:
-    """Boxes, arrows and words on a white page."""
+    """A diagram of boxes, arrows and words on a white page."""
 
     def __init__(self, name: str, width: int, height: int) -> None:
         self.name, self.width, self.height, self.parts = name, width, height, []
@@ -71,7 +71,7 @@ class Drawing:
 def overview() -> None:
     d = Drawing("overview", 720, 190)
     d.box(20, 24, 120, 52, "env\n(many lanes)", "sand").box(20, 110, 120, 52, "policy", "teal")
-    d.box(220, 60, 150, 64, "Collector\nplays, records", "grey", bold=True)
+    d.box(220, 60, 150, 64, "Collector\nsteps, records", "grey", bold=True)
     d.box(540, 60, 150, 64, "your loop\ntrains the policy", "white")
     d.arrow((140, 50), (218, 82)).arrow((140, 136), (218, 104))
     d.arrow((370, 82), (538, 82), words="batch [lanes, time]")
@@ -88,7 +88,7 @@ def processes() -> None:
     )
     d.arrow((170, 58), (248, 70)).arrow((170, 104), (248, 92)).arrow((400, 81), (518, 81), words="no copy")
     d.line(20, 144, 700, 144, 1, "#cfd8dc")
-    d.text(20, 168, "MultiAsyncCollector", bold=True).text(180, 168, "each batch is of one worker, whoever is first")
+    d.text(20, 168, "MultiAsyncCollector", bold=True).text(180, 168, "each batch is of one worker, the first that is ready")
     d.box(20, 184, 150, 36, "worker 0", "sand").box(20, 230, 150, 36, "worker 1", "sand")
     d.box(250, 184, 150, 36, "slots of worker 0", "grey").box(250, 230, 150, 36, "slots of worker 1", "grey")
     d.box(520, 200, 170, 50, "batch\n[lanes, time]", "teal")
@@ -122,17 +122,17 @@ def batched() -> None:
     for i, name in enumerate(("env 0", "env 1", "env 2")):
         d.box(420, 36 + 34 * i, 130, 28, name, "sand")
     d.text(565, 70, "threads or", size=12, color=LINE).text(565, 86, "processes", size=12, color=LINE)
-    d.arrow((210, 70), (418, 70), words="actions").arrow((418, 100), (210, 100), words="whoever is ready")
+    d.arrow((210, 70), (418, 70), words="actions").arrow((418, 100), (210, 100), words="envs that are ready")
     d.text(
         20,
         152,
-        "Frames are delivered in the order in which they come: a batch [frames_per_batch] with env_index.",
+        "Frames are delivered in order of arrival: a batch [frames_per_batch] with env_index.",
         size=12,
         color=LINE,
     )
     d.line(20, 170, 700, 170, 1, "#cfd8dc")
     d.text(20, 194, "InferenceServer", bold=True)
-    d.box(20, 210, 190, 90, "this process\none thread, few calls\nof the policy, many rows", "teal")
+    d.box(20, 210, 190, 90, "this process\none thread: few calls\nof the policy, many rows", "teal")
     for i, name in enumerate(("thread: client(td)", "process: client(td)", "process: client(td)")):
         d.box(420, 206 + 34 * i, 160, 28, name, "sand")
     d.arrow((418, 240), (210, 240), words="requests").arrow((210, 270), (418, 270), words="answers")
@@ -152,8 +152,8 @@ def background() -> None:
 
 def limiter() -> None:
     d = Drawing("limiter", 720, 120)
-    d.text(360, 22, "inserted × ratio − sampled: by how many samples the learner is behind", "middle")
-    d.box(20, 40, 190, 36, "sample() waits", "sand").box(210, 40, 300, 36, "both go on", "teal")
+    d.text(360, 22, "inserted × ratio − sampled: the number of samples the learner is behind", "middle")
+    d.box(20, 40, 190, 36, "sample() waits", "sand").box(210, 40, 300, 36, "both continue", "teal")
     d.box(510, 40, 190, 36, "the collector rests", "sand")
     for x, words in ((210, "−tolerance"), (360, "0"), (510, "+tolerance")):
         d.line(x, 76, x, 86).text(x, 102, words, "middle", size=12)
@@ -169,7 +169,7 @@ def ring() -> None:
     d.text(
         360,
         22,
-        "positions grow for ever; the row of a position is position mod capacity",
+        "positions grow without limit; the row of a position is position mod capacity",
         "middle",
         size=12,
         color=LINE,
@@ -195,7 +195,7 @@ def recurrent() -> None:
     d.box(510, 24, 180, 40, '("next", "hidden")', "grey").box(110, 94, 150, 40, "hidden, is_init", "grey")
     d.arrow((260, 44), (328, 44)).arrow((440, 44), (508, 44))
     d.arrow(
-        (600, 64), (600, 114), (262, 114), words="copied; the first value again where a lane was reset", at=(430, 132)
+        (600, 64), (600, 114), (262, 114), words="copied; the initial value where a lane was reset", at=(430, 132)
     )
     d.write()
 
@@ -214,20 +214,20 @@ def adapters() -> None:
     for i, words in enumerate(left):
         y = 14 + 33 * i
         d.box(20, y, 220, 26, words, "sand", size=12).arrow((240, y + 13), (338, 125))
-    d.box(340, 95, 130, 60, "lanes\none kind of rows", "grey", bold=True).arrow((470, 125), (558, 125))
+    d.box(340, 95, 130, 60, "lanes\nrows of one form", "grey", bold=True).arrow((470, 125), (558, 125))
     d.box(560, 95, 130, 60, "Collector", "teal", bold=True)
     d.write()
 
 
 def turns() -> None:
     d = Drawing("turns", 720, 150)
-    for x, words in ((190, "agent 0 moves"), (360, "agent 1 moves"), (560, "agent 0 is on turn again")):
+    for x, words in ((190, "agent 0 moves"), (360, "agent 1 moves"), (560, "agent 0 moves again")):
         d.text(x, 24, words, "middle", size=12, color=LINE)
     d.text(20, 64, "lane of agent 0").text(20, 118, "lane of agent 1")
-    d.box(140, 42, 100, 34, "saw, moved", "teal", size=12).box(
-        500, 42, 180, 34, "sees, and all it earned", "teal", size=12
+    d.box(140, 42, 100, 34, "obs, action", "teal", size=12).box(
+        500, 42, 180, 34, "next obs, sum of rewards", "teal", size=12
     )
-    d.box(310, 96, 100, 34, "saw, moved", "sand", size=12).arrow((240, 59), (498, 59), words="one frame of agent 0")
+    d.box(310, 96, 100, 34, "obs, action", "sand", size=12).arrow((240, 59), (498, 59), words="one frame of agent 0")
     d.arrow((410, 113), (680, 113), words="one frame of agent 1")
     d.write()
 
@@ -296,7 +296,7 @@ def worker_and_slots() -> None:
     d.arrow((312, 98), (398, 98), words="free slot", at=(355, 128))
     d.arrow((588, 50), (512, 76), both=True).arrow((588, 120), (512, 96), both=True)
     d.arrow((75, 110), (75, 180), (712, 180), (712, 50), (702, 50), dash=True)
-    d.text(360, 174, "weights: published here, read between rollouts", "middle", size=12, color=LINE)
+    d.text(360, 174, "weights: published by the consumer, read between rollouts", "middle", size=12, color=LINE)
     d.write()
 
 
@@ -305,11 +305,11 @@ def data_paths() -> None:
     rows = (
         ("one process", ["RolloutLoop.fill", "slot", "assemble", "batch"], "core.rollout, backends.inline"),
         (
-            "in step (sync)",
+            "synchronous",
             ["each worker fills its lanes", "one common slot", "assemble", "batch"],
             "backends.delivery",
         ),
-        ("as ready (async)", ["each worker", "a slot of its own", "assemble", "batch"], "whoever is first"),
+        ("asynchronous", ["each worker", "a slot of its own", "assemble", "batch"], "backends.delivery; the first worker that is ready"),
         (
             "into a buffer",
             ["worker", "slot", "rows of the ring", "sample"],
@@ -347,7 +347,7 @@ def hot_loop() -> None:
     d.text(
         350,
         152,
-        "a lane that ended is reset into that row instead; after the last row it begins the next rollout",
+        "a lane that ended is reset into that row instead; after the last row, the successor begins the next rollout",
         "middle",
         size=12,
         color=LINE,
@@ -360,7 +360,7 @@ def slots() -> None:
     for i, (words, fill) in enumerate((("FREE", "white"), ("WRITING", "sand"), ("FULL", "grey"), ("READING", "teal"))):
         d.box(20 + 190 * i, 24, 110, 36, words, fill, bold=True)
     d.arrow((130, 42), (208, 42), words="acquire").arrow((320, 42), (398, 42)).arrow((510, 42), (588, 42), words="lend")
-    d.arrow((645, 60), (645, 92), (75, 92), (75, 62), words="the last tensor has died", at=(360, 86))
+    d.arrow((645, 60), (645, 92), (75, 92), (75, 62), words="the last tensor is freed", at=(360, 86))
     d.write()
 
 
@@ -374,7 +374,7 @@ def worker_processes() -> None:
         (120, 126),
         (630, 126),
         (630, 98),
-        words="slot number, when the last tensor has died: the free pipe",
+        words="slot number, when the last tensor is freed: the free pipe",
         at=(370, 142),
     )
     d.write()
@@ -384,10 +384,10 @@ def backends() -> None:
     d = Drawing("backends", 720, 240)
     d.box(20, 80, 150, 50, "WorkerBackend.take", "teal", size=12)
     d.box(240, 20, 150, 44, "Delivery", "grey", bold=True).box(240, 150, 150, 44, "Supervisor", "grey", bold=True)
-    d.text(404, 36, "which rollouts make a batch, and when a slot", size=12).text(
+    d.text(404, 36, "which rollouts form a batch, and when a slot", size=12).text(
         404, 52, "is free again: InStep, AsReady, IntoBuffer", size=12
     )
-    d.text(404, 166, "who was asked what, who has answered,", size=12).text(404, 182, "who is gone", size=12)
+    d.text(404, 166, "pending requests, answers,", size=12).text(404, 182, "and failed workers", size=12)
     d.arrow((170, 96), (238, 46)).arrow((170, 114), (238, 168))
     d.arrow((315, 194), (315, 222), (400, 222))
     d.text(408, 218, "Transport: SharedMemoryTransport, GlooTransport,", size=12)
