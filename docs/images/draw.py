@@ -88,7 +88,7 @@ def processes() -> None:
     )
     d.arrow((170, 58), (248, 70)).arrow((170, 104), (248, 92)).arrow((400, 81), (518, 81), words="no copy")
     d.line(20, 144, 700, 144, 1, "#cfd8dc")
-    d.text(20, 168, "MultiAsyncCollector", bold=True).text(180, 168, "each batch is of one worker, the first that is ready")
+    d.text(20, 168, "MultiAsyncCollector", bold=True).text(180, 168, "each batch is of one worker, the first one ready")
     d.box(20, 184, 150, 36, "worker 0", "sand").box(20, 230, 150, 36, "worker 1", "sand")
     d.box(250, 184, 150, 36, "slots of worker 0", "grey").box(250, 230, 150, 36, "slots of worker 1", "grey")
     d.box(520, 200, 170, 50, "batch\n[lanes, time]", "teal")
@@ -194,9 +194,7 @@ def recurrent() -> None:
     d.box(110, 24, 150, 40, "hidden, is_init", "grey").box(330, 24, 110, 40, "policy", "teal")
     d.box(510, 24, 180, 40, '("next", "hidden")', "grey").box(110, 94, 150, 40, "hidden, is_init", "grey")
     d.arrow((260, 44), (328, 44)).arrow((440, 44), (508, 44))
-    d.arrow(
-        (600, 64), (600, 114), (262, 114), words="copied; the initial value where a lane was reset", at=(430, 132)
-    )
+    d.arrow((600, 64), (600, 114), (262, 114), words="copied; the initial value where a lane was reset", at=(430, 132))
     d.write()
 
 
@@ -309,7 +307,7 @@ def data_paths() -> None:
             ["each worker fills its lanes", "one common slot", "assemble", "batch"],
             "backends.delivery",
         ),
-        ("asynchronous", ["each worker", "a slot of its own", "assemble", "batch"], "backends.delivery; the first worker that is ready"),
+        ("asynchronous", ["each worker", "a slot of its own", "assemble", "batch"], "the first worker that is ready"),
         (
             "into a buffer",
             ["worker", "slot", "rows of the ring", "sample"],
