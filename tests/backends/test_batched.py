@@ -322,7 +322,7 @@ def test_bad_arguments_are_named():
         AsyncBatchedCollector(make, EchoPolicy(), frames_per_batch=10, min_batch_size=5, max_batch_size=4)
     with pytest.raises(UsageError, match="max_batch_size must be a whole number ≥ 1, got 0"):
         AsyncBatchedCollector(make, EchoPolicy(), frames_per_batch=10, max_batch_size=0)
-    with pytest.raises(WrongArgument, match="no option 'compact_obs': its lanes are not in step"):
+    with pytest.raises(WrongArgument, match="no option 'compact_obs': it needs lanes that run in step"):
         AsyncBatchedCollector(make, EchoPolicy(), frames_per_batch=10, compact_obs=True)
     with pytest.raises(WrongArgument, match="no option 'frames_per_batc'.*did you mean"):
         AsyncBatchedCollector(make, EchoPolicy(), frames_per_batc=10)

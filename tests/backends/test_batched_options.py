@@ -80,7 +80,7 @@ def test_repr_adds_up():
     envs = [lambda: GymEnv("CartPole-v1")] * 3
     with AsyncBatchedCollector(envs, RandomPolicy(), frames_per_batch=200, total_frames=1000) as collector:
         text = repr(collector)
-    assert "AsyncBatchedCollector(3 envs, whoever is ready: 200 frames per batch, 1,000 in all (5 batches);" in text
+    assert "AsyncBatchedCollector(3 envs, as they are ready: 200 frames per batch, 1,000 in all (5 batches);" in text
     assert "×" not in text
 
 
@@ -258,21 +258,29 @@ def test_config_objects_in_place_of_the_options():
         (
             {"server_config": SimpleNamespace(max_batch_size=4, min_batch_size=1), "max_batch_size": 4},
             ValueError,
-            "server_config says what max_batch_size would; give one of them",
+            "server_config already sets max_batch_size; give only one of them",
         ),
         (
             {"server_config": SimpleNamespace(max_batch_size=4, min_batch_size=1), "server_timeout": 0.1},
             ValueError,
-            "server_config says what server_timeout would",
+            "server_config already sets server_timeout",
         ),
         ({"server_config": {"max_batch_size": 4}}, TypeError, "server_config must be an object with max_batch_size"),
         ({"device_config": "cpu"}, TypeError, "device_config must be an object with policy_device"),
         ({"policy_version": "one"}, TypeError, "policy_version must be a whole number, got 'one'"),
         ({"policy_version_key": 3}, TypeError, "policy_version_key must be a key.* got 3"),
-        ({"policy_version_key": "action"}, ValueError, "policy_version_key is 'action', which is something else"),
-        ({"policy_version_key": ("action", "by")}, ValueError, "policy_version_key is .*, which is something else"),
-        ({"policy_version_key": "next"}, ValueError, "policy_version_key is 'next', which is something else"),
-        ({"policy_version_key": None, "track_policy_version": True}, ValueError, "policy_version_key=None names no"),
+        (
+            {"policy_version_key": "action"},
+            ValueError,
+            "policy_version_key 'action' is already the name of another entry",
+        ),
+        (
+            {"policy_version_key": ("action", "by")},
+            ValueError,
+            "policy_version_key .* is already the name of another entry",
+        ),
+        ({"policy_version_key": "next"}, ValueError, "policy_version_key 'next' is already the name of another entry"),
+        ({"policy_version_key": None, "track_policy_version": True}, ValueError, "policy_version_key=None delivers no"),
     ],
 )
 def test_configs_and_versions_that_cannot_be(options, error, message):
@@ -282,7 +290,7 @@ def test_configs_and_versions_that_cannot_be(options, error, message):
 
 def test_a_device_is_said_once():
     places = SimpleNamespace(policy_device="cpu", env_device=None, output_device=None, storing_device=None)
-    with pytest.raises(ValueError, match="device_config says what device would; give one of them"):
+    with pytest.raises(ValueError, match="device_config already sets device; give only one of them"):
         made(device="cpu", device_config=places)
 
 

@@ -27,7 +27,7 @@ def test_what_is_said_twice_alike_is_said_once():
 
 def test_the_collectors_own_option_holds():
     with pytest.warns(
-        UserWarning, match=r"collector_kwargs holds max_frames_per_traj=2, the collector itself was given"
+        UserWarning, match=r"collector_kwargs holds max_frames_per_traj=2, but the collector itself was given"
     ):
         collector = made({"max_frames_per_traj": 2, "track_policy_version": True}, max_frames_per_traj=3)
     with collector:
@@ -73,7 +73,7 @@ def test_a_list_has_a_mapping_for_each_worker():
         (
             UsageError,
             [{"total_frames": 3}, {}],
-            r"collector_kwargs\[0\] holds 'total_frames', in which workers cannot differ",
+            r"collector_kwargs\[0\] holds 'total_frames', which must be the same for all workers",
         ),
         (WrongArgument, [3, 4], "collector_kwargs must be a mapping, or a list of mappings, got int"),
         (

@@ -295,7 +295,7 @@ def test_closed_from_another_thread_in_the_middle():
     )
     thread = threading.Thread(target=lambda: INSIDE.wait() and collector.shutdown())
     thread.start()
-    with pytest.raises(WrongState, match="closed while it was at work"):
+    with pytest.raises(WrongState, match="closed while it was collecting"):
         collector.next()
     thread.join()
     assert CLOSED.is_set()

@@ -410,7 +410,7 @@ def test_a_learners_loop_ends_with_the_collector():
         storage=lambda: LazyTensorStorage(1000), batch_size=8, limiter=SamplesPerInsert(1, tolerance=0, timeout=60)
     )
     with collect([healthy(), healthy(1)], replay_buffer=memory, total_frames=80) as c:
-        with pytest.raises(WrongState, match=r"start\(\) comes first"):
+        with pytest.raises(WrongState, match=r"call .*\.start\(\) first"):
             memory.sample_while(c)
         c.start()
         drawn = sum(len(sample) for sample in memory.sample_while(c))

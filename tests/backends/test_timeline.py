@@ -84,7 +84,7 @@ def test_a_timeline_that_grows_too_long_says_where_it_ends(tmp_path, monkeypatch
         collector.enable_profile(save_path=path, activities=[])
         assert len(list(collector)) == 10
     assert sum(len(spans(path, name)[1]) for name in ("rollout", "wait", "your code")) == 7
-    assert "trace.json holds the first 7 spans of this run, and no more" in caplog.text
+    assert "trace.json is full: it holds the first 7 spans; later ones are not recorded" in caplog.text
 
 
 def test_bad_input(tmp_path):

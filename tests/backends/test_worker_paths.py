@@ -124,7 +124,7 @@ def test_a_model_in_postproc(kind):
         batch = collector.next()
         assert torch.equal(batch["value"], 3 * batch["observation"][..., :1])
         collector.update_policy_weights_(model_id="postproc.critic")  # its own
-        with pytest.raises(KeyError, match="model 'postproc.actor' is not here"):
+        with pytest.raises(KeyError, match="this collector has no model 'postproc.actor'"):
             collector.update_policy_weights_({"weight": torch.ones(1, 1)}, model_id="postproc.actor")
 
 
@@ -149,7 +149,7 @@ def test_a_model_that_is_nowhere():
 
     with pytest.raises(UsageError, match=r"weight_sync_schemes names 'critic'; a collector has 'policy', and models"):
         made(weight_sync_schemes={"critic": SharedMemWeightSyncScheme()})
-    with made() as collector, pytest.raises(UsageError, match=r"model 'env.spec' needs weights"):
+    with made() as collector, pytest.raises(UsageError, match=r"model 'env.spec' exists only in the workers"):
         collector.update_policy_weights_(model_id="env.spec")
 
 

@@ -68,7 +68,7 @@ def test_one_of_the_two_always_may(ratio, tolerance, least, rows, size):
 
 def test_a_sample_nobody_feeds_is_an_error():
     memory = buffer(limiter=SamplesPerInsert(1, tolerance=20, min_size=10, timeout=0.2))
-    with within(BOUND), pytest.raises(Starved, match=r"0 rows are written, min_size is 10; nothing came for \d s"):
+    with within(BOUND), pytest.raises(Starved, match=r"0 rows are written, min_size is 10; no rows came for \d s"):
         memory.sample()
     collector = make("single", memory, total_frames=60)
     collector.next()
@@ -76,7 +76,7 @@ def test_a_sample_nobody_feeds_is_an_error():
     memory.sample()
     with pytest.raises(Starved, match="32 rows were sampled and 20 written, at 1 samples per row") as caught:
         memory.sample()
-    assert "nothing came" not in str(caught.value), "batches are taken by hand: nobody had to wait to know"
+    assert "no rows came" not in str(caught.value), "batches are taken by hand: nobody had to wait to know"
     collector.next()
     memory.sample()
     collector.shutdown()

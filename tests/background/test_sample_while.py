@@ -174,7 +174,7 @@ def test_wrong_collectors():
         memory.sample_while([])
     with make("single", buffer()) as other, pytest.raises(UsageError, match="does not fill this buffer"):
         memory.sample_while(other)
-    with make("single", memory) as collector, pytest.raises(WrongState, match=r"start\(\) comes first"):
+    with make("single", memory) as collector, pytest.raises(WrongState, match=r"call .*\.start\(\) first"):
         memory.sample_while(collector)
 
 

@@ -104,7 +104,7 @@ def test_rounds_and_slices_go_on():
 def test_a_smaller_one_is_refused_and_so_is_what_does_not_fit():
     small, large = by_priority(40), by_priority(100)
     large.extend(line(90))
-    with pytest.raises(UsageError, match="is of 100 rows, the storage holds 40"):
+    with pytest.raises(UsageError, match="has 100 rows, but the storage holds 40"):
         small.load_state_dict(large.state_dict())
     small.extend(line(20))
     state = small.state_dict()
@@ -112,6 +112,6 @@ def test_a_smaller_one_is_refused_and_so_is_what_does_not_fit():
     for change in ({"tree": state["sampler"]["tree"][:-1]}, {"low": 30}, {"high": None}, {"tree": None}):
         with pytest.raises(CorruptState):
             large.load_state_dict({**state, "sampler": {**state["sampler"], **change}})
-    with pytest.raises(UsageError, match="of another sampler"):
+    with pytest.raises(UsageError, match="belongs to another sampler"):
         large.load_state_dict({**state, "sampler": {}})
     assert (numbered(large) == kept).all()

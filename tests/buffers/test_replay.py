@@ -353,7 +353,7 @@ def test_many_threads_share_one_prefetch():
 def test_slices_of_nothing_are_refused():
     for size in (0, -1, True, 2.0):
         for name in ("num_slices", "slice_len"):
-            with pytest.raises(UsageError, match=f"{name} is a whole number >= 1, got {size}"):
+            with pytest.raises(UsageError, match=f"{name} must be a whole number >= 1, got {size}"):
                 SliceSampler(**{name: size})
 
 
@@ -373,9 +373,9 @@ def test_errors_say_what_to_do(tmp_path):
     with pytest.raises(WrongState, match="empty"):
         buffer[0]
     buffer.extend(line(4))
-    with pytest.raises(SpecMismatch, match="misses 'observation'"):
+    with pytest.raises(SpecMismatch, match="lacks 'observation'"):
         buffer.extend(line(4).exclude("observation"))
-    with pytest.raises(SpecMismatch, match="brings 'more'"):
+    with pytest.raises(SpecMismatch, match="has the new column 'more'"):
         buffer.extend(line(4).set("more", torch.zeros(4)))
     with pytest.raises(SpecMismatch, match=r"'step' is float32\[\], the buffer's rows have int64\[\]"):
         buffer.extend(line(4).set("step", torch.zeros(4)))
@@ -386,11 +386,11 @@ def test_errors_say_what_to_do(tmp_path):
     assert buffer.write_count == 4  # none of this cost a row
     with pytest.raises(WrongState, match="batch_size"):
         ReplayBuffer(storage=LazyTensorStorage(8)).sample()
-    with pytest.raises(UsageError, match="max_size is a whole number >= 1, got 0"):
+    with pytest.raises(UsageError, match="max_size must be a whole number >= 1, got 0"):
         LazyTensorStorage(0)
     with pytest.raises(UsageError, match="written in turn"):
         ReplayBuffer(storage=LazyTensorStorage(8), writer=object())
-    with pytest.raises(WrongArgument, match="one of them"):
+    with pytest.raises(WrongArgument, match="exactly one of"):
         SliceSampler()
     with pytest.raises(UsageError, match="alpha"):
         PrioritizedSampler(8, -1, 0.5)
@@ -549,7 +549,7 @@ def test_sizes_that_are_none(wrong):
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(line(4))
     for call in (buffer.sample, lambda n: ReplayBuffer(batch_size=n), lambda n: ReplayBuffer(prefetch=n or -1)):
-        with pytest.raises(UsageError, match=r"(batch_size|prefetch) is a whole number >= [01], got"):
+        with pytest.raises(UsageError, match=r"(batch_size|prefetch) must be a whole number >= [01], got"):
             call(wrong)
 
 
@@ -570,7 +570,7 @@ def test_rows_by_number_are_transformed_like_samples():
 def test_wrong_priorities_change_nothing(index, priority):
     memory = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100, 1.0, 0.5), batch_size=50)
     memory.extend(TensorDict({"number": torch.arange(100)}, [100]))
-    with pytest.raises(UsageError, match="index holds|priorit"):
+    with pytest.raises(UsageError, match="index must hold|priorit"):
         memory.update_priority(torch.tensor(index), torch.tensor(priority))
     assert len(memory.sample(1000)["number"].unique()) > 50
 

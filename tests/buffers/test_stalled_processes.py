@@ -120,9 +120,12 @@ def test_one_that_is_stopped_with_the_lock():
         end([child], patience=5, deadline=10)
 
 
-def test_without_a_limit_the_log_says_whom_we_wait_for(monkeypatch, caplog):
+@pytest.mark.parametrize(("limit", "shown"), [(None, "(timeout=None)"), (60.0, "(timeout=60)")])
+def test_the_log_says_whom_we_wait_for_and_how_long_at_most(monkeypatch, caplog, limit, shown):
     monkeypatch.setattr(gates, "_LOG_AFTER", 0.05)
-    ring = ReplayBuffer(storage=LazyTensorStorage(8))._memory.ring
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    buffer.watch(limit)
+    ring = buffer._memory.ring
     entry = ring.reserve(3)[1]
     done = threading.Thread(target=lambda: ring.commit(ring.reserve(8)[1]))
     with caplog.at_level(logging.WARNING, "reap"):
@@ -133,6 +136,7 @@ def test_without_a_limit_the_log_says_whom_we_wait_for(monkeypatch, caplog):
     done.join()
     (record,) = caplog.records
     assert "another thread of this process has been writing 3 rows to the replay buffer" in record.getMessage()
+    assert record.getMessage().endswith(shown)
 
 
 def test_a_worker_that_is_stopped_while_it_writes_is_told_by_its_number():

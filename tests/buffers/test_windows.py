@@ -388,7 +388,7 @@ def test_burn_in_never_crosses(data, strict, capacity):
 
 def test_burn_in_arguments():
     for wrong in (-1, True, 1.0):
-        with pytest.raises(UsageError, match="burn_in is a whole number >= 0"):
+        with pytest.raises(UsageError, match="burn_in must be a whole number >= 0"):
             SliceSampler(slice_len=4, burn_in=wrong)
     with pytest.raises(UsageError, match="leaves nothing"):
         SliceSampler(slice_len=4, burn_in=4)

@@ -94,7 +94,7 @@ def test_collect_and_show(file, tmp_path, capsys, workers):
     assert main(["show", out, "--episode", "1"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 7
     assert main(["show", out, "--episode", "99999"]) == 1
-    assert "there are episodes 0 to" in capsys.readouterr().err
+    assert "--episode must be from 0 to" in capsys.readouterr().err
 
 
 def test_show_plays_and_plots(file, tmp_path):
@@ -180,7 +180,7 @@ def test_bench_prints_a_line_that_runs(file, capsys):
         (["collect", "math:nothing", "--out", "x"], "math has no function or class 'nothing'"),
         (["collect", "no_such_module:make", "--out", "x"], "No module named 'no_such_module'"),
         (["collect", "CartPole-v1", "--weights", "x", "--out", "x"], "--weights are for a policy"),
-        (["show", "nowhere"], "there is nothing"),
+        (["show", "nowhere"], "does not exist"),
     ],
     ids=["id", "file", "name", "module", "weights", "show"],
 )

@@ -82,7 +82,7 @@ def test_weights_that_move_are_recorded_anew():
 def test_state_a_graph_cannot_see_is_told():
     c = Collector(TorchEnv(Forgetful(WORLD, "cuda")), EchoPolicy().cuda(), frames_per_batch=12, cudagraph_policy=True)
     c.next()
-    with pytest.raises(SpecMismatch, match="keep state a graph cannot see"):
+    with pytest.raises(SpecMismatch, match="keep state that a graph does not see"):
         c.next()
 
 

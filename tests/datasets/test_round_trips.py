@@ -192,9 +192,9 @@ def test_what_is_refused(tmp_path):
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").touch()
         record(collector, tmp_path / "full")
-    with pytest.raises(UsageError, match="there is nothing"):
+    with pytest.raises(UsageError, match="does not exist"):
         load(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="keys names 'nothing'"):
+    with pytest.raises(UsageError, match="keys contains 'nothing'"):
         export(batch, tmp_path / "x", keys=["nothing"], unfinished=True)
     with pytest.raises(UsageError, match="no episode ends"):
         export(batch[:1], tmp_path / "y")

@@ -238,7 +238,7 @@ def test_a_network_of_another_dtype_is_told_what_to_cast():
         def forward(self, a, steps):
             return super().forward(a)
 
-    words = r"'a' float64\[2, 2\].*parameters are float32, the observation is float64: cast the one.*CastObservation"
+    words = r"'a' float64\[2, 2\].*are float32, the observation is float64.*cast the observation.*CastObservation"
     with pytest.raises(WorkerRaised, match=words):
         Collector(env(), Actor(2, 1), frames_per_batch=4)
     for one, policy in ((TransformedEnv(env(), CastObservation()), Actor(2, 1)), (env(), Actor(2, 1).double())):

@@ -268,7 +268,7 @@ def test_wrong_arguments(tmp_path):
             RPCCollector([healthy()], EchoPolicy(), frames_per_batch=8, **wrong)
     with pytest.raises(UsageError, match="slurm_kwargs"):
         Collector(healthy(), EchoPolicy(), frames_per_batch=8, backend="submitit", backend_options={"slurm_kwargs": 3})
-    with pytest.raises(UsageError, match="say the same"):
+    with pytest.raises(UsageError, match="are the same option"):
         collect(DistributedCollector, [healthy()], update_interval=1, max_weight_update_interval=2)
     for wrong in ({"framework": "smoke"}, {"num_jobs": 0}, {"tcpport": "x"}):
         with pytest.raises(UsageError):

@@ -422,7 +422,7 @@ def test_an_input_nobody_provides_is_none_and_then_what_was_written(kind, lanes)
 @pytest.mark.parametrize("lanes", [None, 2])
 def test_the_next_value_of_an_input_nobody_provides_is_delivered_and_not_carried(lanes):
     policy = lambda: TensorDictModule(remembers, ["observation", "hidden"], ["action", ("next", "hidden")])  # noqa: E731
-    with pytest.warns(UserWarning, match=r"policy reads \['hidden'\], which nobody provides"):
+    with pytest.warns(UserWarning, match=r"policy reads \['hidden'\], which the env does not provide"):
         compared = collectors(env_makers("vector", lanes), policy, frames_per_batch=8)
     assert_same_batches(compared)
 

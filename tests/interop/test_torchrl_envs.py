@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_a_graph_of_whole_steps_is_refused():
-    with pytest.raises(UsageError, match="this env shows it whole steps as it made them, one by one"):
+    with pytest.raises(UsageError, match="this env gives the policy whole TensorDicts instead of columns"):
         Collector(ENVS["text"](), policy_for("text"), frames_per_batch=4, cudagraph_policy=True)
 
 

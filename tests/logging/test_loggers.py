@@ -187,7 +187,7 @@ def test_several_at_once(tmp_path):
 def test_what_is_no_number_is_told(tmp_path):
     with (
         JSONLLogger(tmp_path) as logger,
-        pytest.raises(WrongArgument, match="scalars holds 'loss', which is no number"),
+        pytest.raises(WrongArgument, match="scalars holds 'loss', which is not a number"),
     ):
         logger.log(0, {"loss": torch.zeros(3)})
 

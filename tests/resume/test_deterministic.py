@@ -142,7 +142,7 @@ def test_a_resumed_run_goes_on():
 
 def test_where_it_cannot_be():
     env = ParallelEnv(2, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), ready=1)
-    with pytest.raises(UsageError, match="deterministic=True.*as they are ready"):
+    with pytest.raises(UsageError, match="deterministic=True.*asynchronous lanes"):
         Collector(env, Sampling(), frames_per_batch=8, deterministic=True)
     with pytest.raises(UsageError, match="deterministic"):
         Collector(lanes(2)(), Sampling(), frames_per_batch=8, deterministic="yes")

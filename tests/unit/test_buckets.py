@@ -125,7 +125,7 @@ def test_a_compiled_policy_sees_one_shape():
 
 def test_what_cannot_be_recorded_says_so():
     make = lambda: GymEnv(CountingEnv())  # noqa: E731
-    with pytest.raises(UsageError, match="random actions are drawn: leave it out"):
+    with pytest.raises(UsageError, match="random actions are drawn; leave it out"):
         Collector(make, None, frames_per_batch=4, cudagraph_policy=True)
     with pytest.raises(UsageError, match="cudagraph_policy needs the policy on a CUDA device, this one is on cpu"):
         AsyncBatchedCollector([make] * 2, EchoPolicy(), frames_per_batch=4, cudagraph_policy=True)

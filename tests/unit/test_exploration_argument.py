@@ -106,5 +106,5 @@ def test_a_required_parameter_is_no_observation():
     with Collector(CountingEnv(), lambda sight, deterministic: sight[:1], frames_per_batch=4) as collector:
         batch = collector.next()
         assert torch.equal(batch["action"], batch["observation"][:, :1])
-    with pytest.raises(TypeError, match="its parameter deterministic comes after observations"):
+    with pytest.raises(TypeError, match="its parameter deterministic must come after the observations"):
         Collector(CountingEnv(), lambda deterministic, sight: sight, frames_per_batch=4)

@@ -54,15 +54,15 @@ def test_one_tensor_may_be_named_too():
 @pytest.mark.parametrize(
     ("policy", "names", "error", "message"),
     [
-        (lambda o: (o[:1], o), ["action"], SpecMismatch, r"returned 2 tensors; out_keys says \['action'\]"),
+        (lambda o: (o[:1], o), ["action"], SpecMismatch, r"returned 2 tensors; out_keys names \['action'\]"),
         (lambda o: (torch.tensor([0, 1]), o), ["act", "value"], UsageError, "but not the env's action"),
-        (lambda o: {"action": torch.tensor([0, 1])}, ["action"], UsageError, "names the parts of a tuple"),
-        (None, ["action"], UsageError, "random actions have names already"),
+        (lambda o: {"action": torch.tensor([0, 1])}, ["action"], UsageError, "names the parts of a returned tuple"),
+        (None, ["action"], UsageError, "RandomPolicy already names its outputs"),
         (
             TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"]),
             ["action"],
             UsageError,
-            "TensorDictModule has names already",
+            "TensorDictModule already names its outputs",
         ),
         (lambda o: o, "action", WrongArgument, "must be a list of different keys"),
         (lambda o: o, ["action", "action"], WrongArgument, "must be a list of different keys"),

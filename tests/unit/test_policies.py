@@ -557,7 +557,7 @@ class LooksAtValues(nn.Module):
             LooksAtValues,
             {},
             "policy LooksAtValues: it is called at each step, not captured: "
-            "__bool__() of a tensor it computed decides what it does next",
+            "its control flow depends on __bool__() of a computed tensor",
         ),
         (lambda: None, {}, "policy: random actions, drawn for a whole rollout"),
         (
@@ -594,7 +594,7 @@ def test_a_policy_that_changes_its_ways_later_is_called_from_then_on(monkeypatch
     finally:
         GAINS.pop()
     assert torch.equal(batch["action"], batch["observation"][..., :1] * 3)
-    assert "its replay gave other numbers in a later rollout" in c.explain()
+    assert "replay and module gave different results in a later rollout" in c.explain()
 
 
 def test_a_plain_function_is_called_once_before_the_first_frame():

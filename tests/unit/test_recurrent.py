@@ -152,14 +152,14 @@ def test_losing_the_carry_is_an_error():
     with pytest.raises(UsageError, match="declares the carry.*does not give"):
         Collector(lanes(), lost, frames_per_batch=12)
     undeclared = TensorDictModule(lambda o: (o[..., :1], o), ["observation"], ["action", ("next", "h")])
-    with pytest.raises(UsageError, match="nothing says how that begins.*carry ="):
+    with pytest.raises(UsageError, match="has no first value.*carry ="):
         Collector(lanes(), undeclared, frames_per_batch=12)
     unknown = TensorDictModule(lambda o, h: (o[..., :1], h + 1), ["observation", "h"], ["action", ("next", "h")])
     with pytest.raises(UsageError, match="policy reads.*'h'.*carry ="):
         Collector(lanes(), unknown, frames_per_batch=12)
     clash = Steps()
     clash.carry = {"observation": torch.zeros(3)}
-    with pytest.raises(UsageError, match="observation of the env already"):
+    with pytest.raises(UsageError, match="already an observation of the env"):
         Collector(lanes(), clash, frames_per_batch=12)
     wrong = Steps()
     wrong.carry = {"seen": 3}
@@ -304,9 +304,7 @@ class OnItself(nn.Module):
 @pytest.mark.parametrize("what", ["state", "lstm"])
 def test_state_that_a_policy_keeps_on_itself_is_warned_of(what):
     policy = OnItself(what)
-    with pytest.warns(
-        PolicyWarning, match="OnItself keeps its state on itself, as h: it is not begun anew.*carry"
-    ) as told:
+    with pytest.warns(PolicyWarning, match="OnItself keeps state on itself \\(h\\); it is not reset.*carry") as told:
         collector = Collector(lanes(), policy, frames_per_batch=12)
     assert [one.filename for one in told] == [__file__], "the line of who made it"
     assert policy.h is None
@@ -354,7 +352,7 @@ class NoneOfTwo(Two):
         (
             Two(lambda a, h, c: (a, h)),
             {"out_keys": ["action"]},
-            r"2 tensors; out_keys says \['action'\], and then the new carry, \['h', 'c'\]",
+            r"2 tensors; out_keys names \['action'\], and then the new carry, \['h', 'c'\]",
         ),
     ],
 )

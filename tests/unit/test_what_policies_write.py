@@ -45,7 +45,7 @@ def test_log_prob_of_parameters_a_later_module_overwrites():
         (distributions.Normal, ["loc", "scale"], (0.0, -1.0), "not above 0"),
         (distributions.Normal, ["loc", "scale"], (float("nan"), 1.0), "NaN as 'loc'"),
         (distributions.Categorical, ["logits"], (float("inf"),), r"\+inf"),
-        (distributions.Categorical, ["logits"], (-float("inf"),), "nothing but -inf"),
+        (distributions.Categorical, ["logits"], (-float("inf"),), "only -inf"),
     ],
 )
 def test_parameters_a_distribution_would_refuse(family, params, values, what):
@@ -125,7 +125,9 @@ def test_fewer_outputs_than_before():
             self.calls += 1
             return (observation[..., :1], observation) if self.calls < 3 else (observation[..., :1],)
 
-    with pytest.raises(SpecMismatch, match="step 2: the policy returned 1 tensors now; before there were .*'output1'"):
+    with pytest.raises(
+        SpecMismatch, match="step 2: the policy returned 1 tensors; on its first call it returned .*'output1'"
+    ):
         Collector(CountingEnv(), Fewer(), frames_per_batch=5).next()
 
     def vanishing(td):

@@ -158,7 +158,7 @@ def test_postproc_hook_and_counts():
         ({"traj_format": "ragged", "trajs_per_batch": 2}, "'padded' or 'cat', got 'ragged'"),
         ({"traj_format": "cat"}, "needs trajs_per_batch"),
         ({"trajs_per_batch": 0}, "at least 1"),
-        ({"trajs_per_batch": 2, "split_trajs": True}, "split_trajs=True does not go with it"),
+        ({"trajs_per_batch": 2, "split_trajs": True}, "split_trajs=True cannot be combined with it"),
         ({"trajs_per_batch": 2, "track_traj_ids": False}, "track_traj_ids=False"),
     ],
 )
@@ -185,7 +185,7 @@ def test_whole_episodes_of_a_seeded_or_restored_run_begin_there():
 
 def test_whole_episodes_that_can_never_come():
     c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=3, trajs_per_batch=1, reset_at_each_iter=True)
-    with pytest.raises(UsageError, match="none can ever be whole"):
+    with pytest.raises(UsageError, match="no episode can ever be complete"):
         c.next()
 
 

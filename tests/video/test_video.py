@@ -122,7 +122,7 @@ def test_envs_that_cannot_be_drawn_are_told(tmp_path):
         record_video(Gray(render_mode=None), still, tmp_path / "x.mp4")
     with pytest.raises(UsageError, match="render_mode='rgb_array'"):
         record_video(GymEnv(Gray(render_mode=None)), still, tmp_path / "x.mp4")
-    with pytest.raises(UsageError, match="has 2 lanes: give a factory of a single one"):
+    with pytest.raises(UsageError, match="has 2; give a factory of a single env"):
         record_video(SerialEnv(2, Gray), still, tmp_path / "x.mp4")
     with pytest.raises(UsageError, match="cannot draw TorchEnv. Give a Gymnasium id, an env made with render_mode"):
         record_video(TorchEnv(TorchPendulum(1)), still, tmp_path / "x.mp4")

@@ -62,7 +62,7 @@ def key(value: Any, name: str) -> Key:
 def function(value: Any, name: str) -> Any:
     """Return `value` if it is callable or None."""
     if value is not None and not callable(value):
-        raise _wrong(value, name, "something that can be called")
+        raise _wrong(value, name, "callable")
     return value
 
 
@@ -89,16 +89,16 @@ def directory(value: Any, name: str) -> Path:
     try:
         found = Path(value)
     except TypeError:
-        raise WrongArgument(f"{name} is the name of a directory, got {shown(value)}") from None
+        raise WrongArgument(f"{name} must be the name of a directory, got {shown(value)}") from None
     if "\0" in str(found):
-        raise UsageError(f"{name} is the name of a directory, got {value!r:.80}")
+        raise UsageError(f"{name} must be the name of a directory, got {value!r:.80}")
     return found
 
 
 def _wrong(value: Any, name: str, expected: str) -> UsageError:
     """Return the error for a wrong argument: `UsageError` for numbers and strings, `WrongArgument` for other types."""
     kind = UsageError if isinstance(value, (numbers.Number, str, np.bool_)) else WrongArgument
-    return kind(f"{name} is {expected}, got {shown(value)}")
+    return kind(f"{name} must be {expected}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:

@@ -90,7 +90,7 @@ class MultiStep:
         """Raise if one of these columns has the name of an entry that MultiStep adds to a sample."""
         columns = list(columns)
         rewards = [(*key[:-1], "original_reward") for key in columns if key[0] == "next" and key[-1] == "reward"]
-        check_names_free(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to a sample")
+        check_names_free(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to each sample")
 
     def _window(self, at: Array, ends: Array) -> tuple[Array, Array]:
         """Return the indices of each window, `[count, ≤ n_steps]`, the last one repeated as padding; and its length."""

@@ -88,7 +88,9 @@ class ReplayBuffer:
         self._storage: Storage = made("storage", storage, Storage, lambda: LazyTensorStorage(DEFAULT_SIZE))
         self._sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
         if writer is not None and "RoundRobin" not in str(getattr(writer, "__name__", type(writer).__name__)):
-            raise UsageError(f"writer: rows are written in turn; {arguments.shown(writer)} would choose another order")
+            raise UsageError(
+                f"writer must be a round-robin writer, got {arguments.shown(writer)}: rows are always written in turn"
+            )
         self._batch_size = None if batch_size is None else arguments.whole(batch_size, "batch_size", 1, LARGEST)
         prefetch = 0 if prefetch is None else arguments.whole(prefetch, "prefetch", 0, most=_MOST_AHEAD)
         pin = arguments.flag(pin_memory, "pin_memory")
@@ -100,7 +102,7 @@ class ReplayBuffer:
         transforms = Transforms([] if transform is None else [transform])
         self._collate = arguments.function(collate_fn, "collate_fn")
         if limiter is not None and not isinstance(limiter, SamplesPerInsert):
-            raise WrongArgument(f"limiter is a SamplesPerInsert, got {type(limiter).__name__}")
+            raise WrongArgument(f"limiter must be a SamplesPerInsert, got {type(limiter).__name__}")
         if limiter is not None and limiter.min_size > self._storage.max_size:
             raise UsageError(f"min_size={limiter.min_size} rows never fit into max_size={self._storage.max_size}")
         self.limiter, self.feed = limiter, Feed()
@@ -284,7 +286,9 @@ class ReplayBuffer:
         self._memory.ring.worker = None if worker is None else arguments.whole(worker, "worker", 0)
 
     def __reduce__(self) -> Any:
-        raise UsageError("a buffer is not copied to another process: send buffer.handle(), ReplayBuffer.open it there")
+        raise UsageError(
+            "a buffer cannot be copied to another process; send buffer.handle(), and give it to ReplayBuffer.open there"
+        )
 
     # ---- state --------------------------------------------------------------------------------------------------
 
@@ -399,9 +403,14 @@ def made(name: str, part: Any, kind: type[Any], default: Callable[[], Any]) -> A
     try:
         made = part() if callable(part) else part
     except TypeError as error:  # the factory needs arguments
-        raise WrongArgument(f"{name} is a {kind.__name__}, or makes one without arguments: {error}") from error
+        raise WrongArgument(
+            f"{name} must be a {kind.__name__} or a function without arguments that returns one: {error}"
+        ) from error
     if not isinstance(made, kind):
-        raise WrongArgument(f"{name} is a {kind.__name__} of reap.data, or makes one; got {type(made).__name__}")
+        raise WrongArgument(
+            f"{name} must be a {kind.__name__} of reap.data or a function without arguments that returns one; got "
+            f"{type(made).__name__}"
+        )
     return made
 
 
@@ -412,5 +421,7 @@ def _array(value: Any, name: str, dtype: torch.dtype | None = None) -> np.ndarra
             raise TypeError
         found: np.ndarray[Any, Any] = tensor.to("cpu", dtype).numpy()
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise WrongArgument(f"{name} is a tensor, or numbers, one for each row; got {arguments.shown(value)}") from None
+        raise WrongArgument(
+            f"{name} must be a tensor, or numbers, one for each row; got {arguments.shown(value)}"
+        ) from None
     return found

@@ -87,7 +87,9 @@ class RowReader:
                 if isinstance(index, slice):
                     chosen = chosen[whole[chosen]]
                 elif not whole[chosen].all():
-                    raise WrongState(f"of rows {index} some are being written, or never were to the end")
+                    raise WrongState(
+                        f"some of rows {index} are still being written, or were lost when their writer died"
+                    )
             rows, columns = self._read(low + (np.array(chosen).reshape(-1) - low) % ring.capacity)
         return self.deliver(columns, len(rows), {"index": torch.from_numpy(rows)}), chosen
 

@@ -59,9 +59,7 @@ class Feed:
         if source not in self._sources:
             raise UsageError(f"this {type(source).__name__} does not fill this buffer: give it replay_buffer=buffer")
         if not source.bringing() and not source.over():
-            raise WrongState(
-                f"sample_while samples while a collector runs: {type(source).__name__}.start() comes first"
-            )
+            raise WrongState(f"sample_while samples while a collector runs: call {type(source).__name__}.start() first")
 
     def wait(self, why: Starved, since: float, patience: float | None = None, for_thread: int | None = None) -> bool:
         """Wait a moment before a reader that lacks rows `since` then tries again, or raise `why`.
@@ -85,7 +83,7 @@ class Feed:
             self._paused_at = now
         waited, limit = now - max(since, self._paused_at), _PATIENCE if patience is None else patience
         if waited > limit:
-            raise Starved(f"{why}; nothing came for {waited:.0f} s")
+            raise Starved(f"{why}; no rows came for {waited:.0f} s")
         time.sleep(_POLL)
         return False
 

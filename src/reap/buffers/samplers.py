@@ -44,7 +44,7 @@ class Sampler:
 
     def check_columns(self, columns: Mapping[Key, Leaf]) -> None:
         """Raise if one of these columns has the name of an entry that the sampler adds to samples."""
-        check_names_free(columns, [("index",), *self.says], "a sample says about itself")
+        check_names_free(columns, [("index",), *self.says], "the buffer adds to each sample")
 
     def update_priority(self, memory: BufferFiles, index: Array, priority: Array) -> None:
         """Set priorities; does nothing in samplers that have none."""
@@ -81,13 +81,13 @@ def check_names_free(columns: Iterable[Key], names: Iterable[Key], who: str) -> 
     for name in names:
         for key in columns:
             if key[: len(name)] == name or name[: len(key)] == key:
-                raise SpecMismatch(f"the column {show(key)} has the name of what {who}, {show(name)}; rename it")
+                raise SpecMismatch(f"column {show(key)} collides with {show(name)}, which {who}; rename it")
 
 
 def _require(right: bool, name: str, value: Any) -> None:
     """Raise `CorruptState` unless an entry of a sampler's state is `right`."""
     if not right:
-        raise CorruptState(f"the sampler's {name!r} is not what a sampler like this one has: {value!r:.80}")
+        raise CorruptState(f"the sampler's state has an invalid {name!r}: {value!r:.80}")
 
 
 class RandomSampler(Sampler):
@@ -186,9 +186,9 @@ class PrioritizedSampler(Sampler):
         self.max_size = whole(max_capacity, "max_capacity", 1)
         self.alpha, self.beta, self.eps = number(alpha, "alpha", 0), number(beta, "beta", 0), number(eps, "eps", 0)
         if not isinstance(reduction, str) or reduction not in ("max", "min", "mean", "median"):
-            raise UsageError(f"reduction is 'max', 'min', 'mean' or 'median', got {reduction!r:.80}")
+            raise UsageError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r:.80}")
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise UsageError(f"dtype is torch.float32 or another floating point type, got {dtype!r:.80}")
+            raise UsageError(f"dtype must be torch.float32 or another floating point type, got {dtype!r:.80}")
         self.dtype, self.reduction = dtype, reduction
         try:
             self.empty()
@@ -222,7 +222,9 @@ class PrioritizedSampler(Sampler):
     def _catch_up(self, memory: BufferFiles) -> None:
         """Add the rows written since the last call, and remove the overwritten ones."""
         if self.max_size != memory.capacity:
-            raise UsageError(f"max_capacity is {self.max_size}, the storage holds {memory.capacity} rows")
+            raise UsageError(
+                f"max_capacity is {self.max_size}, but the storage holds {memory.capacity} rows; they must be equal"
+            )
         ring = memory.ring
         low, high = ring.window()
         if (low, high) == (self._low, self._high):
@@ -240,11 +242,11 @@ class PrioritizedSampler(Sampler):
         self._catch_up(memory)
         index, priority = index.reshape(-1), priority.reshape(-1)
         if len(index) and (index.dtype.kind not in "iu" or not ((index >= 0) & (index < memory.capacity)).all()):
-            raise UsageError(f"index holds numbers of rows, 0 to {memory.capacity - 1}, got {index.tolist()[:10]}")
+            raise UsageError(f"index must hold numbers of rows, 0 to {memory.capacity - 1}, got {index.tolist()[:10]}")
         if len(priority) not in (1, len(index)):
             raise UsageError(f"priority holds {len(priority)} values for {len(index)} rows")
         if not (np.isfinite(priority) & (priority >= 0)).all():
-            raise UsageError(f"priorities are finite and not negative, got {priority.tolist()[:10]}")
+            raise UsageError(f"priorities must be finite and not negative, got {priority.tolist()[:10]}")
         index, priority = np.broadcast_arrays(index, priority)
         live = (index - self._low) % memory.capacity < self._high - self._low  # rows overwritten meanwhile get none
         if memory.ring.holes(self._low):
@@ -260,7 +262,7 @@ class PrioritizedSampler(Sampler):
         with np.errstate(over="ignore"):
             powers: Array = (priority.astype(np.float64) + self.eps) ** self.alpha
         if not np.isfinite(powers).all():
-            raise UsageError(f"priority {priority.max():g} to the power of alpha={self.alpha:g} is no number any more")
+            raise UsageError(f"priority {priority.max():g} to the power of alpha={self.alpha:g} overflows")
         return powers
 
     def state_dict(self) -> dict[str, Any]:
@@ -334,7 +336,7 @@ class SliceSampler(Sampler):
         burn_in: int = 0,
     ) -> None:
         if (num_slices is None) == (slice_len is None):
-            raise WrongArgument(f"num_slices or slice_len, one of them: got {num_slices} and {slice_len}")
+            raise WrongArgument(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
         self.num_slices = None if num_slices is None else whole(num_slices, "num_slices", 1, LARGEST)
         self.slice_len = None if slice_len is None else whole(slice_len, "slice_len", 1, LARGEST)
         self.strict_length, self.burn_in = flag(strict_length, "strict_length"), whole(burn_in, "burn_in", 0)
@@ -349,7 +351,9 @@ class SliceSampler(Sampler):
         super().check_columns(columns)
         key = self.truncated_key
         if key is not None and key in columns and columns[key].dtype is not torch.bool:
-            raise SpecMismatch(f"truncated_key marks the end of a slice in a flag; {show(key)} is {columns[key]}")
+            raise SpecMismatch(
+                f"truncated_key must name a bool column, which marks the end of a slice; {show(key)} is {columns[key]}"
+            )
 
     def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         slices, length = self._shape(count)
@@ -364,7 +368,8 @@ class SliceSampler(Sampler):
         if not len(starts):
             what = "or strict_length=False" if self.strict_length else "or a smaller burn_in"
             raise Starved(
-                f"no episode has {least} rows side by side yet: longer batches, trajs_per_batch, shorter slices, {what}"
+                f"no episode has {least} consecutive rows yet; try longer batches, trajs_per_batch, shorter "
+                f"slices, {what}"
             )
         which = _integers(len(starts), slices, generator)
         starts, sizes = starts[which], np.minimum(lengths[which], length)

@@ -67,7 +67,7 @@ def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> 
     _check(state, ring.capacity)
     with ring.exclusive():  # active writers would write over the restored rows
         if lacking := sampler.state_dict().keys() - state["sampler"].keys():
-            raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
+            raise UsageError(f"this state belongs to another sampler: it has no {', '.join(sorted(lacking))}")
         same = state["capacity"] == ring.capacity
         state, grown = (state, 0) if same else _resized(state, sampler, ring.capacity)
         sampler.check_state(state["sampler"], state["words"]["head"])
@@ -109,31 +109,31 @@ def _resized(state: Mapping[str, Any], sampler: Sampler, capacity: int) -> tuple
 def _check(state: Any, capacity: int) -> None:
     """Raise if this is not a valid state for a buffer of that size, as far as can be checked without the buffer."""
     if not isinstance(state, Mapping):
-        raise WrongArgument(f"state is what state_dict() returns, got {type(state).__name__}")
+        raise WrongArgument(f"state must be what state_dict() returned, a mapping, got {type(state).__name__}")
     for name in (*_NUMBERS, *_PARTS):
         if name not in state:
             raise CorruptState(f"this state has no {name!r}; nothing was loaded")
     words, marks, columns = state["words"], state["marks"], state["rows"]
     for name in ("words", "rows", "sampler"):
         if not isinstance(state[name], Mapping):
-            raise CorruptState(f"{name!r} is no mapping but {type(state[name]).__name__}; nothing was loaded")
+            raise CorruptState(f"{name!r} must be a mapping, got {type(state[name]).__name__}; nothing was loaded")
     for name, number in [
         *((n, words.get(n)) for n in _WORDS),
         *((n, state[n]) for n in ("capacity", "count", "sampled")),
     ]:
         if type(number) is not int or not 0 <= number < 2**62:
-            raise CorruptState(f"{name!r} is no position or count: {number!r:.80}; nothing was loaded")
+            raise CorruptState(f"{name!r} must be a position or count, got {number!r:.80}; nothing was loaded")
     if state["capacity"] > capacity:
-        raise UsageError(f"this state is of {state['capacity']} rows, the storage holds {capacity}")
+        raise UsageError(f"this state has {state['capacity']} rows, but the storage holds {capacity}")
     if not isinstance(marks, Tensor) or marks.dtype is not torch.uint8 or marks.ndim != 1 or bool((marks > HOLE).any()):
-        raise CorruptState(f"'marks' are no marks of rows but {_described(marks)}; nothing was loaded")
+        raise CorruptState(f"'marks' is not a uint8 vector of 0, 1 and 2: {_described(marks)}; nothing was loaded")
     if not len(marks) <= min(state["capacity"], words["head"] - words["base"]) or (len(marks) and not columns):
-        raise CorruptState(f"'marks' and 'words' are of different states: {len(marks)} rows; nothing was loaded")
+        raise CorruptState(f"'marks' and 'words' belong to different states: {len(marks)} rows; nothing was loaded")
     for key, value in columns.items():
         if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):
-            raise CorruptState(f"{key!r:.80} is no key of a column; nothing was loaded")
+            raise CorruptState(f"{key!r:.80} is not the key of a column; nothing was loaded")
         if not _dense(value) or not value.ndim or len(value) != len(marks):
-            raise CorruptState(f"column {show(key)} has not the {len(marks)} rows of this state: {_described(value)}")
+            raise CorruptState(f"column {show(key)} must have {len(marks)} rows, got {_described(value)}")
 
 
 def _dense(value: Any) -> bool:
@@ -183,7 +183,7 @@ def dump(path: Any, state: Mapping[str, Any]) -> None:
 
 
 def _before(path: Path) -> str:
-    return "the dump from before is whole" if (path / _MANIFEST).exists() else "nothing was written"
+    return "the previous dump is complete" if (path / _MANIFEST).exists() else "nothing was written"
 
 
 def load_dump(path: Any) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def load_dump(path: Any) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_dir():
             raise CorruptState(f"path={str(path)!r}: a file of this dump is missing: {error}") from None
-        raise UsageError(f"path={str(path)!r} holds no dumped buffer: it is no directory") from None
+        raise UsageError(f"path={str(path)!r} holds no dumped buffer: it is not a directory") from None
     except Exception as error:  # JSON, zip files, tensors and disks raise many kinds of errors when damaged
         raise CorruptState(f"path={str(path)!r}: this dump is damaged: {error!r:.300}; nothing was loaded") from error
 
@@ -209,9 +209,11 @@ def load_dump(path: Any) -> dict[str, Any]:
 def _load(path: Path) -> dict[str, Any]:
     about = read_manifest(path / _MANIFEST)
     if about["format"] != _FORMAT:
-        raise CorruptState(f"{path / _MANIFEST} has format {about['format']!r}, this reap reads {_FORMAT} and older")
+        raise CorruptState(
+            f"{path / _MANIFEST} has format {about['format']!r}, but this reap reads {_FORMAT} and older"
+        )
     if not _OURS.fullmatch(about["file"]):
-        raise CorruptState(f"{path / _MANIFEST} names a file that is no dump's: {about['file']!r:.80}")
+        raise CorruptState(f"{path / _MANIFEST} names a file that is not part of a dump: {about['file']!r:.80}")
     parts = load_tensors(path / about["file"], about)
     return {**{name: about[name] for name in _NUMBERS}, **{name: parts[name] for name in _PARTS}}
 

@@ -41,12 +41,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of the rows of a sample to its values under `priority_key`."""
         if not isinstance(data, TensorDictBase):
-            raise WrongArgument(f"data is a sample of this buffer, a TensorDict, got {type(data).__name__}")
+            raise WrongArgument(f"data must be a sample of this buffer, a TensorDict, got {type(data).__name__}")
         priority = data.get(self._priority_key, None)
         if priority is None:
-            raise UsageError(f"no {show(self._priority_key)} in this sample: where are its priorities?")
+            raise UsageError(f"the sample has no {show(self._priority_key)} to read priorities from")
         if data.get("index", None) is None:
-            raise UsageError("no 'index' in this sample: which rows are its priorities of?")
+            raise UsageError("the sample has no 'index' that says which rows it holds")
         self.update_priority(data.get("index"), self._reduced(priority, data.ndim))
 
     def update_priority(self, index: Any, priority: Any = None) -> None:

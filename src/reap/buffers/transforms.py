@@ -18,13 +18,9 @@ class Transforms:
     def __init__(self, given: Sequence[Any]) -> None:
         for transform in given:
             if not callable(transform):
-                raise WrongArgument(
-                    f"transform is something that can be called with a sample, got {arguments.shown(transform)}"
-                )
+                raise WrongArgument(f"transform must be callable with a sample, got {arguments.shown(transform)}")
         if any(isinstance(transform, MultiStep) for transform in given[1:]):
-            raise UsageError(
-                "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
-            )
+            raise UsageError("MultiStep reads rows itself: it must be the first transform, and the only MultiStep")
         self.all = tuple(given)
         self.multistep: MultiStep | None = given[0] if given and isinstance(given[0], MultiStep) else None
         self._called = self.all[self.multistep is not None :]
@@ -32,7 +28,7 @@ class Transforms:
     def inserted(self, index: int, transform: Any) -> Transforms:
         """Return these transforms and one more before the one at `index`."""
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
-            raise WrongArgument(f"index is a whole number, got {arguments.shown(index)}")
+            raise WrongArgument(f"index must be a whole number, got {arguments.shown(index)}")
         given = list(self.all)
         given.insert(max(-len(given), min(int(index), len(given))), transform)
         return Transforms(given)

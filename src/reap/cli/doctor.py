@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _troubles(cores: int, descriptors: int, shared: int | None) -> Iterator[str]:
     if platform.system() != "Linux":
-        yield "workers in processes share memory by Linux's memfd: use Collector in this process, or Ray"
+        yield "workers in processes need Linux's memfd to share memory; use Collector in this process, or Ray"
     if descriptors < _DESCRIPTORS:
         yield f"{descriptors} descriptors are few for workers in processes: ulimit -n 4096"
     if shared is not None and shared < _SHARED:

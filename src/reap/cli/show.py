@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     dataset = load(args.path)
     number = args.episode
     if number is not None and not 0 <= number < len(dataset):
-        raise UsageError(f"there are episodes 0 to {len(dataset) - 1}, and no {number}")
+        raise UsageError(f"--episode must be from 0 to {len(dataset) - 1}, got {number}")
     if args.play is not None:
         episode = dataset[number or 0]
         print(write_video(args.play, episode[_images(dataset, args.key)], args.fps))

@@ -57,7 +57,7 @@ def _list() -> int:
     for entry in entries:
         print(f"{entry['pid']:>8}  {entry['name']}  {entry['url']}")
     if not entries:
-        print("nothing can be watched: call collector.watch() in a run of yours", file=sys.stderr)
+        print("no run can be watched; call collector.watch() in a run of yours", file=sys.stderr)
     return int(not entries)
 
 
@@ -80,7 +80,7 @@ def _get(url: str, what: str) -> Any:
         connection.request("GET", f"{parts.path.rstrip('/')}/{what}")
         answer = connection.getresponse()
         if answer.status != 200:
-            raise NotReady(f"{parts.netloc} says {answer.status} {answer.reason}: is the token right?")
+            raise NotReady(f"{parts.netloc} answered {answer.status} {answer.reason}; check the token in the address")
         return json.loads(answer.read())
     except (OSError, http.client.HTTPException) as error:
         raise NotReady(f"{parts.netloc} does not answer ({error}): the run has ended") from error

@@ -117,7 +117,7 @@ class BaseCollector(IterableDataset[TensorDict]):
     def _warn_rounding(self, asked: int, size: int, what: str) -> None:
         options = self.options
         if size != asked:
-            warn(f"frames_per_batch={asked} is not a multiple of {what}; batches hold {size}")
+            warn(f"frames_per_batch={asked} is not a multiple of {what}; batches hold {size} frames")
         if options.total != float("inf") and options.total % size:
             warn(f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole")
         if options.random_frames % size:
@@ -326,7 +326,9 @@ class BaseCollector(IterableDataset[TensorDict]):
             raise WrongArgument(f"state_dict must be what state_dict() returned, a mapping, got {kind}")
         needed = {"frames", "iter", "traj_pool"}
         if self._runner is not None:
-            raise WrongState("load_state_dict() comes before start(): a run in the background goes on where it is")
+            raise WrongState(
+                "call load_state_dict() before start(); a running background collector cannot load a state"
+            )
         if strict and not needed <= state_dict.keys():
             raise UsageError(f"state_dict lacks {sorted(needed - state_dict.keys())}")
 
@@ -474,7 +476,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         `torchs` holds the options of torch's profiler: `activities`, `record_shapes` and so on.
         """
         if self._pipeline.batches:
-            raise WrongState("enable_profile comes before the first batch")
+            raise WrongState("call enable_profile() before the first batch")
         self._profiler.enable(
             self._backend,
             getattr(self, "num_workers", 1),
@@ -676,7 +678,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         """Raise if the collector runs in the background, where the consumer cannot take batches."""
         self._check_open()
         if self._runner is not None:
-            raise WrongState("this collector fills its replay buffer in the background: sample from there")
+            raise WrongState("this collector fills its replay buffer in the background; sample from the buffer")
 
     def _ask(self, work: Callable[[], T]) -> T:
         """Run `work`, which talks to the workers, between two batches; a worker that fails closes the collector."""

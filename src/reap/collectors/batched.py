@@ -69,7 +69,7 @@ def _attributes(name: str, config: Any, members: Sequence[str]) -> list[Any]:
 def _refuse_both(name: str, others: Sequence[str], given: Sequence[Any]) -> None:
     also = [other for other, value in zip(others, given) if value is not None]
     if also:
-        raise UsageError(f"{name} says what {' and '.join(also)} would; give one of them")
+        raise UsageError(f"{name} already sets {' and '.join(also)}; give only one of them")
 
 
 def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[str, Any]) -> None:
@@ -80,12 +80,12 @@ def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[st
     if policy is not None and factory is not None:
         raise WrongArgument("give policy or policy_factory, not both")
     if policy is None and factory is None:
-        raise WrongArgument("give policy or policy_factory: one must decide; RandomPolicy() draws at random")
+        raise WrongArgument("give policy or policy_factory; RandomPolicy() takes random actions")
     dims = getattr(getattr(options.get("replay_buffer"), "storage", None), "ndim", 1)  # TorchRL's have a number
     if dims > 1:
         raise UsageError(
-            f"replay_buffer stores rows of {dims} dimensions; {name} delivers frames of many envs, one after "
-            f"another, in one: give its storage ndim=1"
+            f"replay_buffer stores rows of {dims} dimensions, but {name} delivers frames of many envs in one; "
+            f"give its storage ndim=1"
         )
 
 
@@ -211,7 +211,9 @@ class AsyncBatchedCollector(Collector):
         policy_version = whole("policy_version", policy_version, least=None, none=True) or 0
         version_key = None if policy_version_key is None else _checked_key(policy_version_key)
         if version_key is None and options.setdefault("track_policy_version", False):
-            raise UsageError("policy_version_key=None names no version; leave track_policy_version out, or False")
+            raise UsageError(
+                "policy_version_key=None delivers no version; leave track_policy_version out, or set it to False"
+            )
         one_of("backend", backend, ("threading", "multiprocessing"), none=True)
         one_of("env_backend", env_backend, ("threading", "multiprocessing"), none=True)
         flag("yield_completed_trajectories", yield_completed_trajectories)
@@ -219,7 +221,10 @@ class AsyncBatchedCollector(Collector):
         _check_parts(name, create_env_fn, policy, options)
         if yield_completed_trajectories:
             if options.get("trajs_per_batch") is not None or options.get("split_trajs"):
-                raise UsageError("yield_completed_trajectories delivers one episode at a time; leave the others out")
+                raise UsageError(
+                    "yield_completed_trajectories delivers one episode at a time; leave trajs_per_batch and "
+                    "split_trajs out"
+                )
             options.update(trajs_per_batch=1, traj_format="cat")
         options.setdefault("track_policy_version", True)
         settings = read_options(name, options, without=UNSUPPORTED)
@@ -250,7 +255,7 @@ class AsyncBatchedCollector(Collector):
 
     def _shape(self) -> str:
         envs = self._backend.worker.lanes
-        return f"{envs} env{'s' * (envs > 1)}, whoever is ready: "
+        return f"{envs} env{'s' * (envs > 1)}, as they are ready: "
 
     def _name_versions(self, first: int, key: Key | None) -> None:
         """Count versions from `first`, deliver them under `key`, and raise if a batch has another entry there."""
@@ -258,5 +263,5 @@ class AsyncBatchedCollector(Collector):
         name = key if self.options.track_policy_version and key != VERSION else None
         others = self._backend.worker.layout.columns
         if name is not None and any(name[: len(other)] == other[: len(name)] for other in others):
-            raise UsageError(f"policy_version_key is {show(name)}, which is something else in a batch already")
+            raise UsageError(f"policy_version_key {show(name)} is already the name of another entry in the batch")
         self._pipeline.arrangement = _FrameStream(name)

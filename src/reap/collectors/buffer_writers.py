@@ -148,7 +148,7 @@ def mark_truncated(arrays: Any, layout: Layout) -> None:
         return
     marked = [key for key in arrays if (key[0], key[-1]) == ("next", "truncated") and key not in layout.look.hidden]
     if not marked:
-        raise WrongState("set_truncated marks the last step as truncated; this env has no such flag")
+        raise WrongState("set_truncated marks the last step as truncated, but this env has no such flag; leave it out")
     flags = [(*key[:-1], flag) for key in marked for flag in ("truncated", "done")]
     if MASK not in arrays:
         for flag in flags:

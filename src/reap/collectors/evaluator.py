@@ -203,13 +203,18 @@ class Evaluator:
         given = options.pop("trajs_per_batch", None)
         if given not in (None, self._num_trajectories):
             raise UsageError(
-                f"collector_kwargs: trajs_per_batch is {given!r}, and num_trajectories {self._num_trajectories}; "
-                f"leave it out"
+                f"collector_kwargs: trajs_per_batch is {given!r}, but num_trajectories is {self._num_trajectories}; "
+                f"leave trajs_per_batch out"
             )
         if options.pop("split_trajs", None):
-            raise UsageError("collector_kwargs: split_trajs has nothing to split; metrics_fn sees whole episodes")
+            raise UsageError(
+                "collector_kwargs: split_trajs is not supported: metrics_fn already receives whole episodes; leave "
+                "it out"
+            )
         if not options.setdefault("track_traj_ids", True):
-            raise UsageError("collector_kwargs: track_traj_ids=False hides where episodes are; leave it out")
+            raise UsageError(
+                "collector_kwargs: track_traj_ids=False is not supported: episodes are found by their ids; leave it out"
+            )
         postproc = options.pop("postproc", None)
         function("collector_kwargs: postproc", postproc)
         return layout, postproc
@@ -253,7 +258,7 @@ class Evaluator:
         self._check_open()
         if self.pending:
             if self._busy_policy == "error":
-                raise WrongState("an evaluation is going on; wait() for it, or give busy_policy='queue'")
+                raise WrongState("an evaluation is running; call wait() first, or give busy_policy='queue'")
             if self._busy_policy == "skip":
                 return False
         request = self._weights_by_path(weights, weights_dict), self._step_number(step)
@@ -304,7 +309,7 @@ class Evaluator:
             except (Exception, Halted) as error:  # `wait` raises it
                 result = error
                 if isinstance(error, Halted) or isinstance(error.__cause__, Halted):
-                    result = WrongState("this evaluation was broken off: its Evaluator was shut down")
+                    result = WrongState("this evaluation was interrupted: its Evaluator was shut down")
             except BaseException as cause:
                 result = ended_by(cause, "the evaluating thread")
             with self._changed:
@@ -322,13 +327,13 @@ class Evaluator:
             if self._on_result is not None:
                 self._on_result(TensorDict({name: _as_tensor(value) for name, value in numbers.items()}))
         except Exception:
-            _log.exception("Evaluator: on_result or logger raised; the evaluation counts all the same")
+            _log.exception("Evaluator: on_result or logger raised; the result of the evaluation is kept")
 
     def explain(self) -> str:
         """Explain how the policy chooses actions, given `exploration_type`, and how env and policy run.
 
         >>> print(evaluator.explain())
-        exploration_type DETERMINISTIC: the policy's distributions give the action that each has for that
+        exploration_type DETERMINISTIC: the policy's distributions return their action for this type
         """
         self._check_open()
         kind = self._player.collector.exploration_type
@@ -336,13 +341,13 @@ class Evaluator:
         parts = self._policy.modules() if isinstance(self._policy, nn.Module) else ()
         heard = exploration_keywords(self._policy, kind)
         if any(isinstance(part, ProbabilisticTensorDictModule) for part in parts):
-            meaning = "the policy's distributions give the action that each has for that"
+            meaning = "the policy's distributions return their action for this type"
         elif heard:
             meaning = " and ".join(f"its parameter {name} is {value!r}" for name, value in heard.items())
         else:
             meaning = (
-                "the policy has no distribution that reap sees, and no parameter `deterministic`: it is called as it "
-                "is, in evaluation mode, and may ask tensordict.nn.probabilistic.interaction_type() what is wanted"
+                "the policy has no distribution that reap recognizes, and no parameter `deterministic`: it is called "
+                "in evaluation mode, and can read the type with tensordict.nn.probabilistic.interaction_type()"
             )
         return f"exploration_type {name}: {meaning}\n{self._player.collector.explain()}"
 
@@ -409,14 +414,14 @@ class Evaluator:
         """Return the collector's state; raise `WrongState` while an evaluation is pending."""
         self._check_open()
         if self.pending:
-            raise WrongState("an evaluation is going on; wait() for it before state_dict()")
+            raise WrongState("an evaluation is running; call wait() before state_dict()")
         return {"collector": self._player.collector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; raise `WrongState` while an evaluation is pending."""
         self._check_open()
         if self.pending:
-            raise WrongState("an evaluation is going on; wait() for it before load_state_dict()")
+            raise WrongState("an evaluation is running; call wait() before load_state_dict()")
         self._player.collector.load_state_dict(state_dict["collector"])
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -463,7 +468,8 @@ def _refuse_unsupported(unsupported: Mapping[str, Any], backend: Any) -> None:
         raise WrongArgument(f"Evaluator has no option {unknown[0]!r}{hint}")
     given = [name for name, value in unsupported.items() if value is not None]
     if given or (isinstance(backend, str) and backend == "ray"):
-        raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
+        wrong = (given or ["backend='ray'"])[0]
+        raise UsageError(f"Evaluator does not support {wrong}; its backends are 'thread' and 'process'")
 
 
 def _takes_env(factory: Callable[..., Any]) -> bool:
@@ -497,7 +503,7 @@ def _reward_in(episodes: TensorDictBase, wanted: Key) -> Key:
         return wanted
     if wanted != _REWARD or len(found) != 1:
         raise UsageError(
-            f"Evaluator: the episodes have no {wanted}; name the reward's key, reward_keys=…: there are "
+            f"Evaluator: the episodes have no {wanted}; name the reward's key with reward_keys=…. Rewards found: "
             f"{found or 'none'}"
         )
     return found[0]
@@ -581,7 +587,7 @@ def _only_film(collector: Any) -> FilmedEnv:
     lanes = collector.env
     if lanes.spec.lanes > 1:
         raise UsageError(
-            f"record_video films one env, and this one has {lanes.spec.lanes} lanes: give a factory of a single one, "
+            f"record_video films one lane, but this env has {lanes.spec.lanes}; give a factory of a single env, "
             f"or Evaluator(video_dir=…), which films the first lane"
         )
     (film,) = films_of(lanes)

@@ -95,7 +95,7 @@ class MultiCollector(BaseCollector):
         name = type(self).__name__
         options: dict[str, Any] = {**keywords}
         if sync is not None and sync is not self._sync:
-            raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
+            raise UsageError(f"{name} always has sync={self._sync}; use MultiCollector to choose")
         policy = rand_step_as_policy(policy)
         count, makers = _count_and_makers(name, create_env_fn, num_workers)
         each = _pop_per_worker(options, count)
@@ -146,9 +146,11 @@ class MultiCollector(BaseCollector):
         name = type(self).__name__
         if settings.interruptor is not None or settings.return_same_td:
             one = "interruptor" if settings.interruptor is not None else "return_same_td"
-            raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
+            raise WrongArgument(f"{one} works only in a Collector in this process; {name} has worker processes")
         if not self._sync and settings.cat_results not in (None, "stack"):
-            raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
+            raise UsageError(
+                f"cat_results joins the rollouts of all workers, but {name} delivers them one by one; leave it out"
+            )
         own = self._placement.options_by_worker
         if own is not None and len(own) != count:
             raise SpecMismatch(f"collector_kwargs holds {len(own)} mappings for {count} workers")
@@ -157,7 +159,7 @@ class MultiCollector(BaseCollector):
         """Return the backend that reaches the workers where the placement puts them."""
         place = self._placement
         if self._sync and settings.preemptive_threshold is not None and not place.preempts:
-            raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
+            raise UsageError("preemptive_threshold cannot stop remote workers during a rollout; leave it out")
         return WorkerBackend(
             plans,
             transport=place.transport(plans, settings),
@@ -241,7 +243,9 @@ class MultiCollector(BaseCollector):
         if isinstance(policy, torch.nn.Module):  # with a factory, it only supplies weights and does not act
             return [_packed_weights(policy)] * count
         if policy is not None:
-            raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
+            raise WrongArgument(
+                "give policy or policy_factory; if both are given, policy must be a module whose weights are sent"
+            )
         first = workers[0].first_weights  # for policies that are made in the workers
         if by_worker(first):
             return [_packed_weights(first[w]) if w in first else None for w in range(count)]
@@ -268,7 +272,9 @@ class MultiCollector(BaseCollector):
 
     def fake_tensordict(self) -> TensorDictBase:
         """Raise `NotImplementedError`: batches come from other processes, so their shape is not known in advance."""
-        raise NotImplementedError(f"{type(self).__name__} sees batches when they come; look at one")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not know the shape of its batches before the first one; call next()"
+        )
 
     # ---- data -----------------------------------------------------------------------------------------------------
 
@@ -296,7 +302,8 @@ class MultiCollector(BaseCollector):
             return super()._make_runner()
         if self.options.update_at_each_batch:
             raise WrongState(
-                "update_at_each_batch: workers in the background take no batches; update_policy_weights_()"
+                "update_at_each_batch: workers that collect in the background deliver no batches; "
+                "call update_policy_weights_() instead"
             )
         made = self._pipeline.frames
         left, random = self.options.total - made, self.options.random_frames - made
@@ -307,14 +314,17 @@ class MultiCollector(BaseCollector):
     def rollout(self) -> TensorDictBase:
         self._check_open()
         if self._workers_write:
-            raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
+            raise WrongState(
+                "workers write their rollouts into the replay buffer, so rollout() has none to return; "
+                "sample from the buffer"
+            )
         with self._backend.uninterrupted():
             return super().rollout()
 
     def _check_rollout(self) -> None:
         if self.replay_buffer is not None:
             raise UsageError(
-                f"{type(self).__name__} overrides rollout(), which a collector with workers does not call where "
+                f"{type(self).__name__} overrides rollout(), which a collector with workers does not call if "
                 f"there is a replay buffer; give a postproc, or write to the buffer yourself"
             )
 
@@ -442,7 +452,7 @@ class MultiCollector(BaseCollector):
 
     def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
         if not close_env:
-            raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
+            raise WrongState(f"{type(self).__name__} cannot leave envs open, because they end with their workers")
         if isinstance(self._runner, BackgroundRunner):
             self._runner.stop_watching()
         super()._close(why, failed=failed)
@@ -548,7 +558,9 @@ class AsyncCollector(MultiAsyncCollector):
 
 def _lag_limit(options: Options) -> LagLimit | None:
     if options.max_lag is not None and options.trajs_per_batch is not None:
-        raise UsageError("max_lag may drop the middle of an episode, trajs_per_batch needs whole ones; give one")
+        raise UsageError(
+            "max_lag may drop the middle of an episode, but trajs_per_batch needs whole episodes; give one"
+        )
     return None if options.max_lag is None else LagLimit(options.max_lag)
 
 
@@ -613,7 +625,9 @@ def _weights_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the weights among the arguments that `map_fn` was given for one worker's `update_policy_weights_`."""
     given = [*args, *kwargs.values()]
     if len(given) != 1:
-        raise UsageError(f"update_policy_weights_ in workers takes weights for each, got {len(given)} arguments")
+        raise UsageError(
+            f"update_policy_weights_ in workers takes one argument, the weights; got {len(given)} arguments"
+        )
     return given[0]
 
 

@@ -251,7 +251,7 @@ class Options:
             raise WrongArgument(f"contiguous must be True, False or None, got {self.contiguous!r}")
         if self.compact_obs and (self.split_trajs or self.return_same_td):
             raise UsageError(
-                "compact_obs goes with neither split_trajs nor return_same_td; split what with_next returns"
+                "compact_obs cannot be combined with split_trajs or return_same_td; split what with_next returns"
             )
         counter = self.track_policy_version
         if not isinstance(counter, bool) and not callable(getattr(counter, "increment_version", None)):
@@ -276,7 +276,9 @@ class Options:
             ("set_truncated", True),
         ):
             if bool(getattr(self, name)) is bad:
-                raise UsageError(f"trajs_per_batch delivers whole episodes with ids; {name}={bad} does not go with it")
+                raise UsageError(
+                    f"trajs_per_batch delivers whole episodes with ids; {name}={bad} cannot be combined with it"
+                )
 
     def _check_buffer(self) -> None:
         self._whole("trajs_per_write", least=1, none=True)
@@ -292,8 +294,8 @@ class Options:
         room = getattr(getattr(self.replay_buffer, "_storage", None), "max_size", None)
         if isinstance(room, int) and room < self.frames_per_batch and self.trajs_per_batch is None:
             warn(
-                f"the replay buffer has room for {room} frames, and frames_per_batch={self.frames_per_batch}: some of "
-                f"each batch are gone before anybody can sample them"
+                f"the replay buffer has room for {room} frames, and frames_per_batch={self.frames_per_batch}: part of "
+                f"each batch is overwritten before it can be sampled"
             )
 
     def _check_workers(self) -> None:
@@ -323,7 +325,10 @@ class Options:
         one_of("workers", self.workers, ("inline",), none=True)
         one_of("start_method", self.start_method, ("forkserver", "spawn"))
         if self.failures.action == "drop" and self.compact_obs:
-            raise UsageError("on_failure='drop' masks the lanes of a worker that is gone; compact_obs needs whole rows")
+            raise UsageError(
+                "on_failure='drop' masks the lanes of a dropped worker, but compact_obs needs complete rows; leave one "
+                "out"
+            )
 
     def _whole(self, name: str, *, least: int | None = None, most: int | None = MOST, none: bool = False) -> None:
         object.__setattr__(self, name, whole(name, getattr(self, name), least=least, most=most, none=none))
@@ -448,8 +453,8 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
 def _why_unsupported(name: str) -> str:
     """Return the reason why a collector lacks an option that other collectors have."""
     if name not in WORKERS_ONLY:
-        return "its lanes are not in step"
-    also = f". An env that is stepped in processes takes it itself: ParallelEnv(…, {name}=…)"
+        return "it needs lanes that run in step, and this collector's lanes do not"
+    also = f". An env with worker processes takes it itself: ParallelEnv(…, {name}=…)"
     return f"it is for collectors with worker processes{also if name in _PARALLEL_ENV_OPTIONS else ''}"
 
 

@@ -96,13 +96,13 @@ class Collector(BaseCollector):
         if is_list(create_env_fn):
             if len(create_env_fn) != 1:
                 raise UsageError(
-                    f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
+                    f"Collector takes one env, got {len(create_env_fn)}; make them the lanes of one with SerialEnv"
                 )
             (create_env_fn,) = create_env_fn
         if settings.on_failure == "drop":
             raise UsageError(
-                "on_failure='drop' leaves out workers that fail, and a collector in this process has one; "
-                "'restart' makes envs that raise anew"
+                "on_failure='drop' needs several workers; a collector in this process has one. "
+                "'restart' rebuilds envs that raise"
             )
         self._prepare(settings)
         make_env = EnvMaker(

@@ -29,7 +29,9 @@ def main(arguments: list[str]) -> None:
     module = arguments[:1] == ["-m"]
     arguments = arguments[module:]
     if not arguments or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
-        wrong = f"there is no option {arguments[0]!r}" if arguments else f"which {'module' if module else 'script'}?"
+        wrong = (
+            f"there is no option {arguments[0]!r}" if arguments else f"give a {'module' if module else 'script'} to run"
+        )
         _refuse(f"{wrong}\n{USAGE}")
     reap.compat.install()
     _install_in_children()

@@ -92,7 +92,7 @@ class BackgroundWriter:
         if self._error is None:
             self._error = RecordingFailed(
                 f"the recording at {self._path} could not be written: {type(cause).__name__}: {cause}; "
-                f"it is not whole, or has no metadata; `load` says which"
+                f"the file is incomplete or has no metadata; `load` reports which"
             )
         raise self._error from cause
 

@@ -98,11 +98,13 @@ def columns_of(batch: TensorDictBase, keys: Sequence[Key] | None = None, spec: E
     for key in map(as_key, batch.keys(True, True, is_leaf=is_leaf_nontensor)):
         if key not in tensors and key != FINAL and keys is None:
             raise UsageError(
-                f"{show(key)} holds no tensors of one shape, and cannot be recorded; name what to record by keys="
+                f"{show(key)} holds no tensors of one shape, and cannot be recorded; list what to record in keys="
             )
     for key in wanted:
         if key not in tensors:
-            raise UsageError(f"keys names {show(key)}, which this batch has not; it has {[*map(show, tensors)]}")
+            raise UsageError(
+                f"keys contains {show(key)}, which the batch does not have; it has {[*map(show, tensors)]}"
+            )
         shape = tuple(tensors[key].shape[batch.ndim :])
         if spec is not None and key in spec.action:
             found.append(_action_column(key, shape, tensors[key], spec.action[key]))

@@ -64,8 +64,8 @@ class Dataset(Sequence[TensorDict]):
             raise
         except Exception as cause:  # each library has its own errors for incomplete files
             raise CorruptState(
-                f"{path} is no whole dataset of reap's: its metadata is not there ({cause!r}); it is written when a "
-                f"recording is closed, and gone from a file that was cut short since"
+                f"{path} is not a complete dataset: its metadata is missing ({cause!r}). It is written when a "
+                f"recording is closed, so the recording was not closed or the file was truncated"
             ) from cause
         self.columns: list[Column] = columns_in(self.metadata)
         self.lengths = lengths_of(self.metadata)
@@ -99,7 +99,7 @@ class Dataset(Sequence[TensorDict]):
                 raise
             except Exception as cause:
                 raise CorruptState(
-                    f"an episode of {self.path} cannot be read: {cause!r}; is a file cut short?"
+                    f"an episode of {self.path} cannot be read: {cause!r}; a file may be truncated"
                 ) from cause
             yield arrays
 
@@ -114,7 +114,7 @@ class Dataset(Sequence[TensorDict]):
                 found: TensorDictBase = self._reader.frames
             except Exception as cause:
                 raise CorruptState(
-                    f"the frames of {self.path} cannot be read: {cause!r}; is a file cut short?"
+                    f"the frames of {self.path} cannot be read: {cause!r}; a file may be truncated"
                 ) from cause
             return found
         return torch.cat(list(self))
@@ -143,7 +143,7 @@ class Recording:
     ) -> None:
         self.path, self.format = _absolute(path), _format_of(_absolute(path), format)
         if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
-            raise UsageError(f"path={str(self.path)!r} exists already; a dataset is written to a new place")
+            raise UsageError(f"path={str(self.path)!r} already exists; give a new path")
         _class_of(self.format, "Writer")
         self._metadata: dict[str, Any] = dict(metadata or {})
         json.dumps(self._metadata)  # raises now, not after everything was recorded, if JSON cannot hold it
@@ -328,7 +328,7 @@ def export(
         about = {key: value for key, value in data.metadata.items() if key not in ("row_groups", "actions")}
         recording = Recording(path, format, metadata={**about, **(metadata or {})})
         if keys is not None:
-            raise UsageError("a dataset is exported whole; keys are for batches")
+            raise UsageError("a dataset is exported whole; leave keys out, which are for batches")
         with recording:
             recording._begin(data.columns)
             for arrays in data._arrays(range(len(data))):
@@ -352,7 +352,7 @@ def load(path: Any, format: Format | None = None) -> Dataset:
     """Open a dataset that was recorded or exported. By default its format is detected from its files."""
     path = _absolute(path)
     if not path.exists():
-        raise UsageError(f"path={str(path)!r}: there is nothing")
+        raise UsageError(f"path={str(path)!r} does not exist")
     return Dataset(path, _format_of(path, format))
 
 

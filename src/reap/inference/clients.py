@@ -58,12 +58,14 @@ class PolicyClient:
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a copy of `tensordict` with what the policy wrote."""
         if not isinstance(tensordict, TensorDictBase):
-            raise WrongArgument(f"a client is asked with a TensorDict, got {type(tensordict).__name__}")
+            raise WrongArgument(f"a client takes a TensorDict, got {type(tensordict).__name__}")
         keys = self._send.in_keys
         keys = [as_key(key) for key in tensordict.keys(True, True)] if keys is None else keys
         absent = [key for key in keys if tensordict.get(key, None) is None]
         if absent:
-            raise WrongArgument(f"the policy reads {show_keys(absent)}; given are {list(tensordict.keys(True, True))}")
+            raise WrongArgument(
+                f"the policy reads {show_keys(absent)}; the TensorDict has {list(tensordict.keys(True, True))}"
+            )
         if tensordict.ndim > 1:
             return self(tensordict.reshape(-1)).reshape(tensordict.shape)
         size = len(tensordict) if tensordict.ndim else None
@@ -100,7 +102,7 @@ class ThreadRequests:
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
         if self._queue is None:
-            raise ServerGone("this client is closed; ask the server for another")
+            raise ServerGone("this client is closed; get a new one from server.client()")
         if self._number is None:
             self._number = self._queue.enter()
         self._used = True
@@ -123,7 +125,7 @@ class ThreadRequests:
         If the client was never used here, it is deregistered, so that no batch waits for its requests.
         """
         if self._queue is None:
-            raise ServerGone("this client is closed; ask the server for another")
+            raise ServerGone("this client is closed; get a new one from server.client()")
         if self._number is not None and not self._used:
             self._queue.leave(self._number)
             self._number = None
@@ -168,7 +170,7 @@ class ProcessRequests:
                 if self._timeout is not None and self._timeout < PATIENCE:
                     raise timeout_error(self._timeout) from cause
                 raise ServerGone(
-                    f"the inference server did not receive this client within {PATIENCE:.0f} s: it is there, but too "
+                    f"the inference server did not receive this client within {PATIENCE:.0f} s: it is running, but too "
                     f"many others connect to its socket, or its process has no descriptors left"
                 ) from cause
             except BlockingIOError as cause:  # timed out; a late answer would be taken for that to the next request

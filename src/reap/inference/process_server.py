@@ -86,9 +86,9 @@ class ProcessInferenceServer:
         self._talk = Conversation(self._child, first=_READY)
         try:
             self._answer(
-                _STARTED, None if startup_timeout is None else BOOT, f"its process has not begun after {BOOT:.0f} s"
+                _STARTED, None if startup_timeout is None else BOOT, f"its process did not start within {BOOT:.0f} s"
             )
-            late = f"the policy_factory has not returned after {startup_timeout} s (startup_timeout)"
+            late = f"the policy_factory did not return within {startup_timeout} s (startup_timeout)"
             self._address, self._key, self.in_keys = self._answer(_READY, startup_timeout, late)
         except BaseException:
             self._close("it could not be started")
@@ -104,7 +104,7 @@ class ProcessInferenceServer:
     ) -> PolicyClient:
         """Return a client for any process on this machine. See `InferenceServer.client`."""
         if kind not in ("thread", "process"):
-            raise WrongArgument(f"a client's kind is 'thread' or 'process', got {kind!r}")
+            raise WrongArgument(f"kind must be 'thread' or 'process', got {kind!r}")
         check_timeout(timeout)
         self._check_open()
         in_keys: Sequence[Key] | None = self.in_keys

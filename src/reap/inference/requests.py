@@ -77,7 +77,10 @@ class RequestQueue:
 
     def in_fork(self, why: str) -> None:
         """Called in a fork, which has no server thread: refuse all requests."""
-        self._changed, self._closed = threading.Condition(), f"the inference server cannot be asked from here: {why}"
+        self._changed, self._closed = (
+            threading.Condition(),
+            f"the inference server cannot be used in this process: {why}",
+        )
         self._waiting.clear()
 
     @property

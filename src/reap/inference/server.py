@@ -159,7 +159,7 @@ class InferenceServer:
         if kind == "thread":
             return PolicyClient(ThreadRequests(self._queue, self.in_keys, self, timeout), policy_version_key)
         if kind != "process":
-            raise UsageError(f"a client's kind is 'thread' or 'process', got {kind!r}")
+            raise UsageError(f"kind must be 'thread' or 'process', got {kind!r}")
         return PolicyClient(ProcessRequests(*self.address, self.in_keys, timeout), policy_version_key)
 
     @property
@@ -179,7 +179,7 @@ class InferenceServer:
     def shutdown(self) -> None:
         """Stop; waiting clients get an error. A policy that has not returned after 5 s is abandoned in its thread."""
         self._why_closed = self._why_closed or "it was shut down"
-        self._queue.close(f"the inference server does not answer any more: {self._why_closed}")
+        self._queue.close(f"the inference server no longer answers: {self._why_closed}")
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(DEADLINE)
@@ -187,7 +187,7 @@ class InferenceServer:
                 for request in self._current:
                     request.answer(ServerGone("the inference server was shut down while its policy was computing"))
                 warnings.warn(
-                    f"the policy of an InferenceServer did not return within {DEADLINE:.0f} s; its thread is left",
+                    f"the policy of an InferenceServer did not return within {DEADLINE:.0f} s; its thread is abandoned",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -318,7 +318,7 @@ def _serve(server: weakref.ref[InferenceServer], queue: RequestQueue) -> None:
             owner.answer(batch)
             del owner
     finally:  # also after an unexpected end: no client is left waiting
-        queue.close("the inference server does not answer any more: its thread has ended")
+        queue.close("the inference server no longer answers: its thread has ended")
 
 
 def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:

@@ -72,7 +72,7 @@ def as_number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as cause:
-        raise WrongArgument(f"scalars holds {name!r}, which is no number: {value!r:.80}") from cause
+        raise WrongArgument(f"scalars holds {name!r}, which is not a number: {value!r:.80}") from cause
 
 
 def as_values(value: Any) -> np.ndarray[Any, Any]:

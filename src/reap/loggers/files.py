@@ -118,7 +118,7 @@ class SeveralLoggers(Logger):
 def _check_open(logger: Logger, file: TextIO) -> None:
     if file.closed:
         raise WrongState(
-            f"this {type(logger).__name__} is closed; a new one of the same directory goes on with its file"
+            f"this {type(logger).__name__} is closed; a new one with the same directory appends to its file"
         )
 
 

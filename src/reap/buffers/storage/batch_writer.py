@@ -28,7 +28,7 @@ def as_batch(data: Any, inverse: Callable[[TensorDictBase], TensorDictBase]) -> 
         try:
             data = torch.stack(list(data))
         except (RuntimeError, TypeError, KeyError) as error:
-            raise SpecMismatch(f"data is a list of frames that do not go together: {error}") from None
+            raise SpecMismatch(f"data is a list of frames that cannot be stacked: {error}") from None
     plain = isinstance(data, Tensor)
     if not plain:
         if not is_tensor_collection(data):

@@ -72,7 +72,7 @@ class BufferFiles:
         try:
             return Rows(layout, self._data.map(layout.nbytes, what, on_disk=self.place is not None))
         except NoSpace as error:
-            raise NoSpace(f"{error}: fewer rows, or a scratch_dir with more room") from None
+            raise NoSpace(f"{error}; give fewer rows, or a scratch_dir with more room") from None
 
     def rows_for(self, columns: Columns) -> Rows:
         """Return the rows for data with these columns. The first call decides the columns; later ones must match."""
@@ -89,7 +89,7 @@ class BufferFiles:
         known = self.rows.layout.columns
         if columns.keys() != known.keys():
             lost, new = [k for k in known if k not in columns], [k for k in columns if k not in known]
-            what = f"misses {show(lost[0])}" if lost else f"brings {show(new[0])}"
+            what = f"lacks {show(lost[0])}" if lost else f"has the new column {show(new[0])}"
             raise SpecMismatch(f"this batch {what}; the buffer's rows are {', '.join(map(show, known))}")
         for key, (shape, dtype) in columns.items():
             if (shape, dtype) != (known[key].shape, known[key].dtype):
@@ -103,7 +103,7 @@ def _data(path: Path | None) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     except FileExistsError:
-        raise UsageError(f"{path} exists already; another scratch_dir, or existsok=True to write over it") from None
+        raise UsageError(f"{path} already exists; give another scratch_dir, or existsok=True to overwrite it") from None
 
 
 def _close(*files: SharedFile) -> None:

@@ -30,7 +30,7 @@ class Cuts:
     def check(self, columns: Collection[Key]) -> None:
         """Raise if none of these leaves is among the columns."""
         if not any(key in columns for key in (*self.ids, *self.ends)):
-            raise UsageError(f"nothing says where episodes end: none of {[*self.ids, *self.ends]} is stored")
+            raise UsageError(f"cannot tell where episodes end: the buffer stores none of {[*self.ids, *self.ends]}")
 
 
 class Marker:

@@ -123,12 +123,14 @@ class Waiting:
         self._seconds += min(time.monotonic() - before, _MOST_PER_POLL)
         if self._patience is not None and self._seconds > self._patience:
             raise WorkerSilent(
-                f"{describe()} for {self._seconds:.1f} s (timeout={self._patience:g}), and everybody waits for it; "
-                f"let it go on, or end it: what it was writing is given up then"
+                f"{describe()} for {self._seconds:.1f} s (timeout={self._patience:g}), and other processes wait for "
+                f"it; resume or end it (its unfinished rows are then dropped)"
             )
         if self._seconds > _LOG_AFTER and not self._logged:
             self._logged = True
-            _log.warning("%s for %.0f s, and everybody waits for it (timeout=None)", describe(), self._seconds)
+            limit = "None" if self._patience is None else f"{self._patience:g}"
+            text = "%s for %.0f s, and other processes wait for it (timeout=%s)"
+            _log.warning(text, describe(), self._seconds, limit)
 
 
 def describe_process(pid: int, worker: int | None = None) -> str:

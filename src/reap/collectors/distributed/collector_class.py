@@ -32,7 +32,7 @@ def nested_workers_for(collector_class: Any, workers: Any) -> NestedWorkers | No
         if workers > 1:
             raise UsageError(
                 f"num_workers_per_collector={workers} needs processes inside each worker: give collector_class='sync' "
-                f"or 'async'; or lanes, SerialEnv({workers}, …), or more workers"
+                f"or 'async'; or use lanes, SerialEnv({workers}, …), or more workers"
             )
         return None
     return NestedWorkers(workers, kind == "sync")
@@ -67,6 +67,6 @@ def _check_no_own_methods(given: type, base: type) -> None:
     }
     if own:
         raise UsageError(
-            f"collector_class {given.__name__} has {', '.join(sorted(own))} of its own, which nobody would call: "
-            f"workers run reap's loop; use hooks (hooks_in_workers=True), postproc or init_fn"
+            f"collector_class {given.__name__} defines {', '.join(sorted(own))}, which workers would never call: "
+            f"they run reap's loop; use hooks (hooks_in_workers=True), postproc or init_fn"
         )

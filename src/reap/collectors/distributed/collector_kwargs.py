@@ -62,8 +62,8 @@ def merge_options(
         for key in apart:
             if key not in _MAY_DIFFER:
                 raise UsageError(
-                    f"collector_kwargs[{w}] holds {key!r}, in which workers cannot differ; "
-                    f"they can in {', '.join(_MAY_DIFFER)}"
+                    f"collector_kwargs[{w}] holds {key!r}, which must be the same for all workers; "
+                    f"they may differ in {', '.join(_MAY_DIFFER)}"
                 )
         each.append({key: value for key, value in _merge(options, apart).items() if key in apart})
     return _merge(options, common), each
@@ -79,7 +79,8 @@ def _merge(options: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, A
             out[key] = functools.partial(_call_both, value, ours)
         elif not _same(ours, value):
             warnings.warn(
-                f"collector_kwargs holds {key}={value!r}, the collector itself was given {key}={ours!r}, which holds",
+                f"collector_kwargs holds {key}={value!r}, but the collector itself was given {key}={ours!r}, which "
+                f"takes precedence",
                 stacklevel=5,
             )
     return out

@@ -101,7 +101,7 @@ def _address(listen: Any) -> str:
     except (OSError, TypeError) as error:
         raise UsageError(f"listen must be an address of this machine, got {listen!r} ({error})") from None
     if found == "0.0.0.0":
-        raise UsageError("listen='0.0.0.0' names no address; give the one that nodes reach, like '10.0.0.1'")
+        raise UsageError("listen='0.0.0.0' is not an address that nodes can connect to; give one like '10.0.0.1'")
     return found
 
 

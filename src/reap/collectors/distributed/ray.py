@@ -23,8 +23,8 @@ from reap.failures import FailurePolicy
 
 _GPU_SHARE = 0.2  # the share of a GPU for an actor whose policy runs on one
 _NOT_FOR_RAY = {
-    "use_env_creator": "env factories travel as they are",
-    "weight_recv_schemes": "this collector sends weights, with weight_sync_schemes; it is nobody's worker",
+    "use_env_creator": "env factories are sent to the actors unchanged",
+    "weight_recv_schemes": "this collector sends weights and receives none; use weight_sync_schemes",
 }
 
 
@@ -54,7 +54,7 @@ class _RayPlacement(RemotePlacement):
         if not self.workers_write(options.replay_buffer):
             return None
         if options.max_lag is not None:
-            raise UsageError("max_lag drops rollouts after they are made; actors have written them to the buffer then")
+            raise UsageError("max_lag cannot drop rollouts that workers write to the buffer themselves; leave it out")
         writing = WriteOptions.of(options)
         maker = functools.partial(Writer, writing, options.replay_buffer.client())
         dumps(maker, "what writes to the replay buffer", writing.user_code)  # only to fail early: the job carries it
@@ -112,14 +112,14 @@ class RayCollector(MultiCollector):
         if not self._placement.given["restart"]:
             return running
         if settings.on_failure != "raise":
-            raise UsageError("restart=True and on_failure both say what is done about actors that die; give one")
+            raise UsageError("restart=True and on_failure both decide what happens when an actor dies; give one")
         return {**running, "on_failure": FailurePolicy("restart", None, deaths_only=True)}
 
     @property
     def _ray(self) -> RayActorTransport:
         transport = self._backend.transport
         if not isinstance(transport, RayActorTransport):
-            raise UsageError("workers='inline': there are no actors")
+            raise UsageError("with workers='inline' there are no actors")
         return transport
 
     # ---- the buffer -----------------------------------------------------------------------------------------------
@@ -163,9 +163,11 @@ class RayCollector(MultiCollector):
         if num_envs not in (None, inside):
             raise UsageError(f"num_envs={num_envs}, but num_workers_per_collector is {inside} for all actors")
         if policy is not None and policy is not self._policy:
-            raise UsageError("policy: all actors act with the collector's own; make another collector for another one")
+            raise UsageError(
+                "policy: all actors use the collector's policy; make a second collector for another policy"
+            )
         if collector_kwargs and any(collector_kwargs if isinstance(collector_kwargs, list) else [collector_kwargs]):
-            raise UsageError("collector_kwargs: actors have the options of those before; leave it out")
+            raise UsageError("collector_kwargs: new actors have the options of the existing ones; leave it out")
         own, size = self.options, self._sizes[0]
         plans = self._plans([own] * len(makers), makers, self._policy, [size] * len(makers))
         resources = _resources(remote_configs or self._placement.given["remote_configs"], plans, extend=True)

@@ -52,8 +52,9 @@ class RemotePlacement(Placement):
             return None
         if options.deterministic and options.on_failure == "restart":
             raise UsageError(
-                "deterministic=True with on_failure='restart' goes on exactly where a worker failed, which one with "
-                "processes of its own (collector_class='sync' or 'async') cannot: leave one of the three out"
+                "deterministic=True with on_failure='restart' resumes exactly where a worker failed, which is not "
+                "possible if the worker has processes of its own (collector_class='sync' or 'async'); leave one of the "
+                "three out"
             )
         return replace(self.nested, random_frames=options.random_frames // workers)
 
@@ -84,7 +85,9 @@ class FarCollector(MultiCollector):
         max_weight_update_interval: int = -1,
         **options: Any,
     ) -> None:
-        raise UsageError("make a RayCollector, RPCCollector or DistributedCollector: FarCollector is what they are")
+        raise UsageError(
+            "FarCollector cannot be instantiated; make a RayCollector, RPCCollector or DistributedCollector"
+        )
 
     def pause(self: MultiCollector, timeout: float | None = None, *, resume: bool = True) -> Paused:
         """Pause background collection, and wait until no worker is collecting any more.
@@ -111,7 +114,7 @@ def _interval(each: Any, interval: Any) -> int:
     if isinstance(interval, bool) or not isinstance(interval, int):
         raise WrongArgument(f"max_weight_update_interval must be a whole number, got {interval!r}")
     if each and interval > -1:
-        raise UsageError("update_after_each_batch sends weights already; leave max_weight_update_interval out")
+        raise UsageError("update_after_each_batch already sends weights; leave max_weight_update_interval out")
     if interval == 0 or interval < -1:
         raise UsageError(f"max_weight_update_interval must be at least 1, got {interval}")
     return 1 if each else interval

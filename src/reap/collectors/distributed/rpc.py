@@ -30,7 +30,7 @@ class _TensorPipePlacement(RemotePlacement):
         try:
             threads = TensorPipeRpcBackendOptions(**agent).num_worker_threads
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"tensorpipe_options: torch takes no {dict(agent)}: {error}") from error
+            raise UsageError(f"tensorpipe_options: torch rejected {dict(agent)}: {error}") from error
         if threads < THREADS:
             raise UsageError(
                 f"tensorpipe_options: num_worker_threads must be at least {THREADS}, got {threads}: one of them waits"
@@ -104,6 +104,6 @@ def _check_devices(devices: Any) -> None:
             raise WrongArgument(f"visible_devices must hold devices, like 'cpu', got {device!r}") from None
         if kind != "cpu":
             raise UsageError(
-                f"visible_devices: {device} is not used to send with: slots travel through the memory of the CPU; "
+                f"visible_devices: {device} is not used for sending: slots travel through CPU memory; "
                 "storing_device says where batches are delivered"
             )

@@ -76,7 +76,7 @@ class DistributedCollector(MultiCollector):
         interval = options.pop("update_interval", None)
         if interval is not None:
             if options.get("max_weight_update_interval", -1) != -1:
-                raise UsageError("update_interval and max_weight_update_interval say the same; give one of them")
+                raise UsageError("update_interval and max_weight_update_interval are the same option; give one")
             options["max_weight_update_interval"] = interval
         self._placement = _GlooPlacement(options)
         super().__init__(create_env_fn, policy, **self._placement.options_left)

@@ -142,7 +142,7 @@ def join_for(cat: Any, layouts: Sequence[Layout], *, compact: bool) -> Join:
         how = "be stacked; give cat_results=-1" if along == "stack" else f"be joined along {along}"
         raise SpecMismatch(f"workers' rollouts {shapes} cannot {how}")
     if compact and along == "time" and (own.batched or len(lengths) > 1):
-        raise UsageError(f"compact_obs needs lanes that stay whole; cat_results={cat} joins them in time")
+        raise UsageError(f"compact_obs needs separate lanes, but cat_results={cat} joins them in time; leave one out")
     if FRAME in own.columns:  # batches of whole frames arrive stacked by worker
         return _unchanged if along == "stack" else _concatenated(0 if along == "lanes" else -1)
     if along == "lanes":

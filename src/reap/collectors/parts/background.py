@@ -186,7 +186,7 @@ class ThreadRunner:
         with self._interrupts.held(), self._lock:
             self._change.notify_all()
         self._break_off()
-        join(self._thread, timeout, "the collecting thread, whose env is closed when it leaves it,")
+        join(self._thread, timeout, "the collecting thread (which closes its env when it ends)")
 
     @property
     def running(self) -> bool:

@@ -104,7 +104,8 @@ class BatchPipeline:
             if fruitless >= _PATIENCE and self._options.reset_at_each_iter:
                 raise UsageError(
                     f"no episode ended within {batch.shape[-1]} steps in {fruitless} rollouts, and reset_at_each_iter "
-                    f"begins anew with each: none can ever be whole; raise frames_per_batch, or leave it out"
+                    f"begins new ones with each, so no episode can ever be complete; raise frames_per_batch, or leave "
+                    f"reset_at_each_iter out"
                 )
 
     def _arranged(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:

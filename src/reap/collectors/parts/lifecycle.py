@@ -39,8 +39,8 @@ class Lifecycle:
 
     def closed_meanwhile(self) -> WrongState:
         """Return the error for a caller that was taking a batch while another thread closed the collector."""
-        why = self.why_closed or "it was broken off"
-        return WrongState(f"this {self._owner} was closed while it was at work: {why}")
+        why = self.why_closed or "the rollout was interrupted"
+        return WrongState(f"this {self._owner} was closed while it was collecting: {why}")
 
     def break_off_other_thread(self, backend: Backend, close_env: bool) -> None:
         """Break off a batch that another thread is taking, and wait for that thread, before the backend is closed.

@@ -69,7 +69,7 @@ class ProfileConfig:
         self.activities = list(self.activities or ())
         unknown = [one for one in self.activities if not isinstance(one, str) or one.lower() not in ACTIVITIES]
         if unknown:
-            raise UsageError(f"activities must be of {sorted(ACTIVITIES)}, got {unknown[0]!r}")
+            raise UsageError(f"activities must be among {sorted(ACTIVITIES)}, got {unknown[0]!r}")
 
     @property
     def traced_rollouts(self) -> int:
@@ -159,7 +159,7 @@ class Timeline:
         self._wanted = list(known if config.workers is None else config.workers)
         unknown = [worker for worker in self._wanted if worker not in known]
         if unknown:
-            raise UsageError(f"workers names {unknown[0]}; there are 0 to {workers - 1}")
+            raise UsageError(f"workers names {unknown[0]}, but the workers are 0 to {workers - 1}")
         self._made = dict.fromkeys(self._wanted, 0)
         self._events: list[dict[str, Any]] = []
         self._left: float | None = None  # when the consumer last got a batch
@@ -185,7 +185,8 @@ class Timeline:
 
     def _span(self, name: str, row: int, began: float, ended: float, **about: Any) -> None:
         if len(self._events) == _MOST and not self._written:
-            _log.warning("%s holds the first %s spans of this run, and no more", self.path, f"{_MOST:,}")
+            text = "%s is full: it holds the first %s spans; later ones are not recorded"
+            _log.warning(text, self.path, f"{_MOST:,}")
             self.write()
         if not self._written:
             times = {"ts": began * 1e6, "dur": (ended - began) * 1e6}

@@ -130,7 +130,7 @@ class StalenessWatch:
         """Warn if there were enough rollouts. `ended`: no weights will be sent any more, so a few rollouts suffice."""
         found, enough = (self._possible, self._patience) if ended else (self._behind, _IN_BACKGROUND)
         if not self._warned and found >= enough:
-            self._warn("for all that was made in the background" if ended else f"{found} rollouts in the background")
+            self._warn("for everything collected in the background" if ended else f"{found} rollouts in the background")
 
     def _warn(self, how_long: str) -> None:
         self._warned = True

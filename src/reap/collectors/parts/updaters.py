@@ -99,7 +99,7 @@ class PolicyVersion:
 
     def __init__(self, version_type: Any = int) -> None:
         if version_type not in (int, "int"):
-            raise UsageError(f"versions are whole numbers here (version_type=int), got {version_type!r}")
+            raise UsageError(f"version_type must be int, got {version_type!r}")
         self.version = 0
 
     def increment_version(self) -> None:
@@ -118,5 +118,8 @@ def as_updater(given: Any) -> WeightUpdaterBase | None:
     except TypeError as cause:
         raise WrongArgument(f"weight_updater must be made without arguments, got {given!r}: {cause}") from cause
     if not hasattr(updater, "push_weights"):
-        raise WrongArgument(f"weight_updater must have push_weights, or make what has; got {type(given).__name__}")
+        raise WrongArgument(
+            f"weight_updater must have push_weights(), or be a function that returns such an object; got "
+            f"{type(given).__name__}"
+        )
     return updater  # type: ignore[no-any-return]

@@ -100,7 +100,7 @@ def weights_by_model(
     if len(given) > 1:
         raise UsageError(f"give the weights once, not as {' and '.join(given)}")
     if weights_dict is not None and model_id is not None:
-        raise UsageError("weights_dict names its models; leave model_id out")
+        raise UsageError("weights_dict already names its models; leave model_id out")
     (chosen,) = given.values() or (None,)
     return {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
 
@@ -130,7 +130,7 @@ def load_model(
     try:
         module: Any = None if find is None else find(path)
         if weights is None and find is None:
-            raise UsageError(f"model {path!r} needs weights; it is in the workers only, nobody here has its own")
+            raise UsageError(f"model {path!r} exists only in the workers; pass its weights")
         given = module if weights is None else weights
         state = _state_of(given) if strategy is None else extract(strategy, given)
         if module is not None and weights is not None:
@@ -159,4 +159,6 @@ class _UnknownModel(UsageError, KeyError):
 
 def _unknown(path: str) -> UsageError:
     """Return the error for a path that leads to no model."""
-    return _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}")
+    return _UnknownModel(
+        f"this collector has no model {path!r}; it has 'policy', and models by their path in {_PLACES}"
+    )

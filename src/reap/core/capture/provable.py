@@ -97,11 +97,11 @@ class CodeReader:
             method = vars(part).get("method")  # of a TensorDictModule, in place of `forward`
             return self._why_not_function(getattr(part.module, method)) if isinstance(method, str) else None
         if isinstance(part, TensorDictModuleBase):
-            return "has code of its own on TensorDicts"
+            return "has its own code for TensorDicts"
         for cls in type(part).__mro__:
             own = _DUNDERS & vars(cls).keys() if not _is_known(cls) and cls is not object else set()
             if own:
-                return f"has a {sorted(own)[0]} of its own"
+                return f"has its own {sorted(own)[0]}"
         return self._why_not_function(type(part).forward)
 
     def _why_not_held(self, value: Any, depth: int) -> str | None:
@@ -115,7 +115,7 @@ class CodeReader:
             return self._why_not_function(value)
         if isinstance(value, functools.partial):
             given = (value.func, *value.args, *value.keywords.values())
-            return _first(self._why_not_value(v, "what it is given") for v in given)
+            return _first(self._why_not_value(v, "an argument of a functools.partial") for v in given)
         if inspect.isclass(value):
             return None if issubclass(value, nn.Module) else self._why_not_class(value)
         return f"is a {type(value).__name__}"
@@ -130,7 +130,7 @@ class CodeReader:
                 continue
             self.classes[cls] = None
             if _DUNDERS & vars(cls).keys():
-                return f"is a {kind.__name__}, which has a {sorted(_DUNDERS & vars(cls).keys())[0]} of its own"
+                return f"is a {kind.__name__}, which has its own {sorted(_DUNDERS & vars(cls).keys())[0]}"
             for value in vars(cls).values():
                 value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 reason = self._why_not_function(value, of=kind) if inspect.isfunction(value) else None
@@ -156,7 +156,7 @@ class CodeReader:
                 continue
             if inspect.isclass(value) and (value in self._kinds or value in self.classes):
                 continue  # the variable that `super()` reads
-            reason = self._why_not_value(value, "a variable around it")
+            reason = self._why_not_value(value, "a closure variable")
             if reason is not None:
                 return reason
         writes = _WRITES - {"STORE_ATTR"} if of is not None else _WRITES

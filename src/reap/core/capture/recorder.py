@@ -229,7 +229,7 @@ class Recorder(TorchFunctionMode):
         """Record that a tensor became a Python value; return the value that the policy receives."""
         args, kwargs = template
         if len(reads) != 1 or len(args) != 1 or kwargs or not isinstance(value, (bool, int, float, list)):
-            raise NotCaptured(f"{name} gives a {type(value).__name__}")
+            raise NotCaptured(f"it turns a tensor into a {type(value).__name__} with {name}")
         question = _question()
         if question in (Question.IS_WITHIN, Question.IS_OUTSIDE, Question.BEGINS):
             return question is not Question.IS_WITHIN
@@ -240,7 +240,7 @@ class Recorder(TorchFunctionMode):
 def _refuse_by_values(name: str, func: Any, args: Any, kwargs: Any) -> None:
     """Raise `NotCaptured` for calls whose result size depends on values, or that change their arguments unnoticed."""
     if name in _SIZED_BY_VALUES or (name == "where" and len(args) + len(kwargs) == 1):
-        raise NotCaptured(f"how much {name} returns depends on values")
+        raise NotCaptured(f"the size of what {name} returns depends on values")
     if name in ("batch_norm", "instance_norm"):
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         updates = given.get("training", False) if name == "batch_norm" else given.get("use_input_stats", True)
@@ -251,11 +251,11 @@ def _refuse_by_values(name: str, func: Any, args: Any, kwargs: Any) -> None:
 class Question(enum.Enum):
     """Why known library code reads the value of a tensor, in cases that need not decide what happens next."""
 
-    IS_VALID = "a distribution looks at its arguments, and raises if they are wrong"
+    IS_VALID = "a distribution checks its arguments, and raises if they are invalid"
     # For these, the work that the answer could save is always done: it does not change values that do not need it.
-    IS_WITHIN = "a spec clamps only what is not within its bounds"
-    IS_OUTSIDE = "a truncated normal gives -inf only for what is outside"
-    BEGINS = "a GRU clears its state only if an episode begins in some lane"
+    IS_WITHIN = "a spec clamps only if a value is outside its bounds"
+    IS_OUTSIDE = "a truncated normal returns -inf only if a value is outside its bounds"
+    BEGINS = "a GRU resets its state only if an episode begins in a lane"
 
 
 def _question() -> Question | None:
@@ -398,7 +398,7 @@ def record(
         raise NotCaptured("it changes its input in place")
     recorder.moved = numpy_state != _numpy_state() or python_state != random.getstate()
     if recorder.moved and not is_shared():
-        raise NotCaptured("it draws from NumPy's or Python's random numbers")
+        raise NotCaptured("it draws random numbers from NumPy or Python")
     for value in outputs:
         if not isinstance(value, Tensor):
             raise NotCaptured(f"it returns a {type(value).__name__}")
@@ -412,24 +412,24 @@ def undisturbed(make: Callable[[], RecordedStep]) -> RecordedStep:
         if not is_shared() or not (made.recorder.moved or any(c.random and not c.foreign for c in made.recorder.calls)):
             return made
         made = make()
-    raise NotCaptured("it draws random numbers beside another thread, which draws from the same generator")
+    raise NotCaptured("it draws random numbers while another thread uses the same generator")
 
 
 def from_outside(first: RecordedStep, second: RecordedStep) -> dict[int, Tensor]:
     """Return the outside tensors both recordings used, by register; raise `NotCaptured` if the recordings differ."""
     a, b = first.recorder, second.recorder
     if len(a.calls) != len(b.calls) or first.outputs != second.outputs or len(a.tensors) != len(b.tensors):
-        raise NotCaptured("it does not make the same calls every time")
+        raise NotCaptured("it makes different torch calls from call to call")
     for x, y in zip(a.calls, b.calls):
         if x.func != y.func or not _alike((x.args, x.kwargs, x[3:]), (y.args, y.kwargs, y[3:])):
-            raise NotCaptured(f"it does not call {name_of(x.func)} in the same way every time")
+            raise NotCaptured(f"it calls {name_of(x.func)} in different ways from call to call")
     if [(d.at, d.checks) for d in a.decisions] != [(d.at, d.checks) for d in b.decisions]:
-        raise NotCaptured("it does not decide about the same things every time")
+        raise NotCaptured("its decisions depend on different tensors from call to call")
     outside = {}
     for at in range(a.inputs, len(a.tensors)):
         if at not in a.made:
             if b.tensors[at] is not a.tensors[at]:
-                raise NotCaptured("it uses tensors that torch's functions did not make")
+                raise NotCaptured("it uses tensors not created by torch functions")
             outside[at] = a.tensors[at]
     return outside
 
@@ -454,7 +454,7 @@ def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None)
         moving = computed
     for decision in recorder.decisions:
         if decision.at in moving and not decision.checks:
-            raise NotCaptured(f"{name_of(decision.read)}() of a tensor it computed decides what it does next")
+            raise NotCaptured(f"its control flow depends on {name_of(decision.read)}() of a computed tensor")
 
 
 def refuse_hooks(modules: Sequence[nn.Module]) -> None:
@@ -466,6 +466,6 @@ def refuse_hooks(modules: Sequence[nn.Module]) -> None:
             hooks = torch_internals.forward_hooks(part)
             known = [getattr(hook, "__module__", "").startswith("torchrl.modules") for hook in hooks]
             if not all(known) or "forward" in vars(part):
-                raise NotCaptured(f"its {type(part).__name__} has a hook, or a forward of its own")
+                raise NotCaptured(f"its {type(part).__name__} has a hook or its own forward")
     if any(torch_internals.GLOBAL_HOOKS):
-        raise NotCaptured("there is a hook for all modules")
+        raise NotCaptured("a global module hook is registered")

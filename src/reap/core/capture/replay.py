@@ -102,7 +102,7 @@ class Captured:
         self._probes = probes
         self._halves: dict[tuple[int, ...], Halves | None] = {}
         if not self._agrees_on_probes() and (not self._numpy or not self._agrees_on_probes(numpy=False)):
-            raise NotCaptured("its replay gives other numbers")
+            raise NotCaptured("its replay gives different results")
         if not self._fingerprint.holds():
             raise NotCaptured("it changes its own attributes")
 
@@ -127,7 +127,7 @@ class Captured:
         changed = {memory[at] for call in calls for at in call.changes if at in memory}
         kept = inputs if self._writes else (*inputs, *self._outside)
         if any(memory.get(at) in changed for at in kept):
-            raise NotCaptured("it changes a tensor in place that it did not make itself")
+            raise NotCaptured("it changes in place a tensor that it did not create")
         calls, names = _without_copies(calls, memory, changed, recording)
         outputs = tuple(names.get(at, at) for at in outputs)
         calls = [_standard_form(call, recorder.tensors) for call in calls]

@@ -48,8 +48,8 @@ class CudaGraphPolicy(SubstitutePolicy):
             raise UsageError(f"cudagraph_policy needs the policy on a CUDA device, this one is on {device}")
         if policy.remembers:
             raise UsageError(
-                "cudagraph_policy: this policy finds at each step what it wrote at the last one, which a recording "
-                "cannot follow; leave cudagraph_policy out"
+                "cudagraph_policy: this policy reads at each step what it wrote at the previous one, which a CUDA "
+                "graph cannot do; leave cudagraph_policy out"
             )
         super().__init__(policy, policy.inputs, device)
         self.outputs = policy.outputs
@@ -64,7 +64,9 @@ class CudaGraphPolicy(SubstitutePolicy):
     def begin(self, slot: Slot) -> None:
         self._plain.begin(slot)
         if self._plain.remembers:
-            raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
+            raise UsageError(
+                "a hook was added to the policy's modules after the collector was built; build the collector afterwards"
+            )
         if self._widest is None:
             self._widest = self._allocate(slot)
         for buffers in self._widths.values():
@@ -99,7 +101,10 @@ class CudaGraphPolicy(SubstitutePolicy):
     def _step(self, buffers: Buffers) -> None:
         for static, value in zip(buffers.static, self._plain.forward(tuple(buffers.inputs))):
             if value.shape != static.shape or value.dtype != static.dtype:
-                raise UsageError(f"the policy's output changed: {static.dtype}{list(static.shape)} before")
+                raise UsageError(
+                    f"the policy's output changed from {static.dtype}{list(static.shape)} to "
+                    f"{value.dtype}{list(value.shape)}, which cudagraph_policy does not allow"
+                )
             static.copy_(value)
 
     def act(self, row: Row) -> None:
@@ -122,10 +127,10 @@ def recorded(policy: Policy, model: Any, device: torch.device | None) -> CudaGra
     if isinstance(policy, TensorPolicy):
         return CudaGraphPolicy(policy, model, device or torch.device("cpu"))
     if isinstance(policy, RandomActions):
-        raise UsageError("cudagraph_policy records what a policy computes; random actions are drawn: leave it out")
+        raise UsageError("cudagraph_policy records what a policy computes, and random actions are drawn; leave it out")
     raise UsageError(
-        "cudagraph_policy records a policy that reads columns of tensors; this env shows it whole steps as it made "
-        "them, one by one: leave cudagraph_policy out"
+        "cudagraph_policy: this env gives the policy whole TensorDicts instead of columns of tensors; "
+        "leave cudagraph_policy out"
     )
 
 

@@ -72,7 +72,7 @@ class CudaGraphRollout:
             first = cause.__context__ if isinstance(cause.__context__, ReapError) else cause  # the error behind it
             why = (str(first) or repr(first)).split("\\n")[0].splitlines()[0]
             raise UsageError(
-                f"cudagraph_policy: it cannot be recorded, {why}; env and policy must not ask the device anything "
+                f"cudagraph_policy: it cannot be recorded, {why}; env and policy must not read values from the device "
                 f"(.item(), .cpu(), if tensor: …) while they act; leave cudagraph_policy out"
             ) from cause
         finally:
@@ -87,7 +87,8 @@ class CudaGraphRollout:
             if not torch.equal(_without_nan(eager), _without_nan(replayed_value)):
                 raise SpecMismatch(
                     "cudagraph_policy: a recorded rollout differs from the same one made step by step; env or policy "
-                    "keep state a graph cannot see (Python numbers, tensors that are no attributes); leave it out"
+                    "keep state that a graph does not see (Python numbers, tensors that are not attributes); "
+                    "leave cudagraph_policy out"
                 )
         self._graph, self._seen = graph, self._addresses()
 

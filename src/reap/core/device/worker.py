@@ -118,7 +118,9 @@ class DeviceWorker(AnyWorker):
         self.stats.begin(self.version)
         policy = self.random.policy if random else self.policy
         if policy.remembers:
-            raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
+            raise UsageError(
+                "a hook was added to the policy's modules after the collector was built; build the collector afterwards"
+            )
         if self.plan.cuda_graphs and not random:
             self._play(slot)
         else:

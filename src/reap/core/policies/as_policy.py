@@ -76,8 +76,10 @@ def as_policy(policy: Any, context: PolicyContext) -> Policy:
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
     found = next(made for kind in KINDS if (made := kind(policy, context)) is not None)
     if context.out_keys is not None and not isinstance(found, CallPolicy):
-        who = "random actions have" if isinstance(found, RandomActions) else f"{type(policy).__name__} has"
-        raise UsageError(f"out_keys names what a function of tensors returns; {who} names already: leave it out")
+        who = "RandomPolicy" if isinstance(found, RandomActions) else type(policy).__name__
+        raise UsageError(
+            f"out_keys names the parts of a returned tuple; {who} already names its outputs. Remove out_keys"
+        )
     return found
 
 
@@ -120,8 +122,9 @@ def _tensordict_module(policy: Any, context: PolicyContext) -> Policy | None:
     lost = [key for key in _missing_inputs(policy, context.columns) if ("next", *key) in made.outputs]
     if lost:
         warn(
-            f"policy reads {show_keys(lost)}, which nobody provides, and writes its next value, which nobody "
-            f"carries: it is None at every step. Write it under its own name, or declare it ({_DECLARE})",
+            f"policy reads {show_keys(lost)}, which the env does not provide, and writes "
+            f"{show_keys([('next', *key) for key in lost])}, which is not carried to the next step, so "
+            f"{show_keys(lost)} is None at every step. Write it under its own name, or declare it ({_DECLARE})",
             PolicyWarning,
         )
     return made
@@ -136,7 +139,7 @@ def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
     """Return anything else as a function of the observations it names as parameters, or of the only one there is."""
     if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
         raise WrongState(
-            f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
+            f"{type(policy).__name__} has in_keys and out_keys but is not a TensorDictModuleBase; "
             "subclass it, or pass trust_policy=True if it takes a TensorDict"
         )
     taken = match(policy, context.observation, context.spec.side, context.carry)
@@ -231,16 +234,16 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     if kept and not is_shared() and depends_on(policy, kept, lambda: [*_run(candidate, first, context, 0).values()]):
         names = ", ".join(".".join(filter(None, key)) for key in kept)
         warn(
-            f"policy {type(policy).__name__} keeps its state on itself, as {names}: it is not begun anew with an "
-            f"episode, nor does it follow its lane. {_DECLARE[0].upper()}{_DECLARE[1:]}, takes it as a parameter and "
+            f"policy {type(policy).__name__} keeps state on itself ({names}); it is not reset when an episode ends "
+            f"and does not move with its lane. {_DECLARE[0].upper()}{_DECLARE[1:]}, takes it as a parameter and "
             f"returns its new value (docs/policies.md, Memory)",
             PolicyWarning,
         )
     if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _varies_by_seed(policy, candidate, first, context):
         warn(
             f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
-            f"itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which is told True "
-            f"then; or ask tensordict.nn.probabilistic.interaction_type() before sampling, sample in a "
+            f"itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which then "
+            f"receives True; or read tensordict.nn.probabilistic.interaction_type() before sampling, sample in a "
             f"ProbabilisticTensorDictModule, or call eval()",
             PolicyWarning,
         )
@@ -256,8 +259,8 @@ def _probe_error(policy: Any, keys: Sequence[Key], first: Sequence[Any], cause: 
     if held and seen - held:
         here, there = (" and ".join(sorted(map(_shown_dtype, dtypes))) for dtypes in (seen - held, held))
         cure = (
-            f". Its parameters are {there}, the observation is {here}: cast the one, with reap.envs.transforms, "
-            f"TransformedEnv(env, CastObservation()), or the other, policy.to(dtype)"
+            f". Its parameters are {there}, the observation is {here}: cast the observation with "
+            f"TransformedEnv(env, CastObservation()) of reap.envs.transforms, or the policy with policy.to(dtype)"
         )
     return WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}{cure}")
 
@@ -285,16 +288,18 @@ def _check_outputs(outputs: Mapping[Key, Leaf], context: PolicyContext, optional
     known = {*context.carry, *context.spec.primed, *optional}
     new = [key for key in outputs if key[0] == "next" and key[1:] not in known]
     if new:
-        raise UsageError(f"policy writes {show_keys(new)}, but nothing says how that begins; {_DECLARE}")
+        raise UsageError(
+            f"policy writes {show_keys(new)} but {show_keys([key[1:] for key in new])} has no first value; {_DECLARE}"
+        )
     lanes = len(context.spec.size)
     for key, leaf in outputs.items():
         seen = context.columns.get(key[1:] if key[0] == "next" else key)
         if seen is not None and (tuple(seen.shape[lanes:]), seen.dtype) != (leaf.shape, leaf.dtype):
-            raise SpecMismatch(f"policy writes {show(key)} as {leaf}; it reads it as {seen.dtype}{list(seen.shape)}")
+            raise SpecMismatch(f"policy writes {show(key)} as {leaf}, but reads it as {seen.dtype}{list(seen.shape)}")
 
 
 def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception | None = None) -> UsageError:
-    without = "" if cause is None else f"; called without, it raised {cause!r}"
+    without = "" if cause is None else f"; called without them, it raised {cause!r}"
     return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}{without} ({_DECLARE})")
 
 

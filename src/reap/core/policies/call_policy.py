@@ -52,12 +52,12 @@ class CallPolicy(TensorPolicy):
             except (AttributeError, LookupError, TypeError):
                 pass
             now = show_keys(by_name(out, list(self.outputs)[:1]))
-            raise SpecMismatch(f"the policy returned {now} now; before there were {show_keys(self.outputs)}")
+            raise SpecMismatch(f"the policy returned {now}; on its first call it returned {show_keys(self.outputs)}")
         if not self._many:
             return (out,)
         if self.outputs and len(out) != len(self.outputs):
             wanted = show_keys(self.outputs)
-            raise SpecMismatch(f"the policy returned {len(out)} tensors now; before there were {wanted}")
+            raise SpecMismatch(f"the policy returned {len(out)} tensors; on its first call it returned {wanted}")
         return out  # type: ignore[no-any-return]
 
     def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
@@ -66,7 +66,10 @@ class CallPolicy(TensorPolicy):
             raise UsageError("policy returned None; the action is expected")
         if is_named(out):
             if self._given is not None:
-                raise UsageError(f"out_keys names the parts of a tuple; the policy returned {show_keys(getters(out))}")
+                raise UsageError(
+                    f"out_keys names the parts of a returned tuple, but the policy returned values with names, "
+                    f"{show_keys(getters(out))}. Remove out_keys"
+                )
             found = getters(out)
             carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name
             keys = [carried.get(key, key) for key in found]
@@ -80,7 +83,7 @@ class CallPolicy(TensorPolicy):
             if len(values) != len(self._given):
                 own = [key for key in self._given if key not in self._last]
                 raise SpecMismatch(
-                    f"policy returned {len(values)} tensors; out_keys says {show_keys(own)}{self._and_carry()}"
+                    f"policy returned {len(values)} tensors; out_keys names {show_keys(own)}{self._and_carry()}"
                 )
             self.learn_outputs(self._given, values, size)
             return

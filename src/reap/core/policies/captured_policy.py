@@ -175,7 +175,7 @@ class CapturedPolicy(SubstitutePolicy):
         agree = active.agrees(inputs)
         restore_generator(before)
         if not agree:
-            self.why = "its replay gave other numbers in a later rollout"
+            self.why = "replay and module gave different results in a later rollout"
             _log.warning("%s is called at each step from now on: %s", type(self._model).__name__, self.why)
             self._captures, self._active = [], None
         return agree
@@ -209,7 +209,7 @@ class CapturedPolicy(SubstitutePolicy):
         """Raise the error for the inputs of step `t`: call the module, whose distribution rejects its arguments."""
         with torch.no_grad():
             self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))
-        raise SpecMismatch("the policy gave a distribution values that it does not take").at(step=t)
+        raise SpecMismatch("the policy passed invalid arguments to its distribution").at(step=t)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         return self._plain.forward(inputs)

@@ -59,7 +59,7 @@ Check = tuple[Callable[[Tensor], Tensor], str]  # which values are valid, and ho
 
 # Arguments the distributions themselves would reject at each step; they are checked once per rollout.
 _CHECKS: dict[Any, tuple[Check, ...]] = {
-    distributions.Categorical: ((lambda logits: logits.logsumexp(-1).isfinite(), "NaN, +inf or nothing but -inf"),),
+    distributions.Categorical: ((lambda logits: logits.logsumexp(-1).isfinite(), "NaN, +inf or only -inf"),),
     distributions.Normal: (
         (lambda loc: ~loc.isnan(), "NaN"),
         (lambda scale: scale > 0, "NaN or a value that is not above 0"),

@@ -73,7 +73,7 @@ class FlatPolicy(SubstitutePolicy):
                 slot.put(key, deferred.compute(*columns))
 
     def explain(self) -> str:
-        called = "; modules of your own in it are called at each step" if self._program.opaque else ""
+        called = "; your own modules in it are called at each step" if self._program.opaque else ""
         why = f" ({self.why})" if called and self.why else ""
         return f"it runs flat, without TensorDicts{called}{why}" if self._flat else super().explain()
 

@@ -28,12 +28,14 @@ def spec_of_one(spec: EnvSpec, *, record: bool) -> EnvSpec:
     """Return the spec that each lane's policy sees; raise UsageError if lanes cannot be shown to it one by one."""
     unsupported = spec.look.dims is not None or any(leaf.loose for leaf in spec.observation.values())
     for wrong, why in (
-        (spec.ready_of is not None, "lanes come as they are ready"),
-        (record, "CUDA graphs hold all lanes at once"),
-        (unsupported, "lanes have dimensions of their own, or values without a fixed shape"),
+        (spec.ready_of is not None, "asynchronous lanes"),
+        (record, "CUDA graphs, which compute all lanes at once"),
+        (unsupported, "lanes that have dimensions of their own, or values without a fixed shape"),
     ):
         if wrong:
-            raise UsageError(f"deterministic=True decides about each lane by itself; here {why}")
+            raise UsageError(
+                f"deterministic=True runs the policy on each lane separately, which is not possible with {why}"
+            )
     return dataclasses.replace(spec, lanes=1, batched=True)
 
 
@@ -65,7 +67,7 @@ class LaneByLane(PolicyWrapper):
         self._t = 0
 
     def explain(self) -> str:
-        return f"lane by lane (deterministic=True), each with random numbers of its own: {super().explain()}"
+        return f"lane by lane (deterministic=True), each with its own random numbers: {super().explain()}"
 
     def begin(self, slot: Slot) -> None:
         parts = self._lanes_of(slot)

@@ -58,7 +58,7 @@ def _members(out: Any) -> list[tuple[Any, Getter]]:
 def _as_name(name: Any) -> Key:
     if isinstance(name, str) or (isinstance(name, tuple) and name and all(isinstance(part, str) for part in name)):
         return as_key(name)
-    raise SpecMismatch(f"policy returned something under the name {name!r}; names are strings, or tuples of them")
+    raise SpecMismatch(f"policy returned a value named {name!r}; names must be strings or tuples of strings")
 
 
 def _after(outer: Getter, inner: Getter) -> Getter:
@@ -81,7 +81,9 @@ def as_tensordict(out: Any, size: Sequence[int]) -> TensorDict:
     try:
         return TensorDict(tree_of(by_name(out)), batch_size=list(size))
     except RuntimeError as cause:
-        raise SpecMismatch(f"policy returned {_shapes(out)}; all need the dimensions {list(size)} first") from cause
+        raise SpecMismatch(
+            f"policy returned {_shapes(out)}; all must begin with the dimensions {list(size)}"
+        ) from cause
 
 
 def _shapes(out: Any) -> str:

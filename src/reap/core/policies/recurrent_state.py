@@ -77,7 +77,7 @@ def with_carry(spec: EnvSpec, carry: Mapping[Key, Tensor]) -> EnvSpec:
     own = spec.observation
     clash = [key for key in carry if key in own]
     if clash:
-        raise UsageError(f"the policy's carry {show(clash[0])} is an observation of the env already")
+        raise UsageError(f"the policy's carry {show(clash[0])} is already an observation of the env; rename it")
     added: dict[Key, Leaf] = {} if IS_INIT in own else {IS_INIT: Leaf((1,), torch.bool)}
     added.update({key: Leaf(tuple(first.shape), first.dtype) for key, first in carry.items()})
     return dataclasses.replace(spec, observation={**own, **added}, side=spec.side | added.keys())

@@ -65,7 +65,7 @@ def match(
         )
     params = _parameters(policy)
     if params == []:
-        raise WrongArgument("policy takes no observation: a function that makes the policy goes to policy_factory")
+        raise WrongArgument("policy takes no observation; give a function that makes the policy as policy_factory")
     lasts = Counter(k[-1] for k in observation)
     keys = {k[-1]: k for k in observation if lasts[k[-1]] == 1}
     keys |= {k[0]: k for k in (*observation, *carry) if len(k) == 1}
@@ -91,7 +91,9 @@ def match(
             taken.append(named[p.name])
         early = [p.name for p in (params or ())[: len(taken)] if p.name in how]
         if early:
-            raise WrongArgument(f"policy {type(policy).__name__}: its parameter {early[0]} comes after observations")
+            raise WrongArgument(
+                f"policy {type(policy).__name__}: its parameter {early[0]} must come after the observations"
+            )
         return taken
     if not required and (variadic or len(positional) == 1) and len(others) == 1:
         return [others[0], *carry]

@@ -61,7 +61,7 @@ class MemmapReader:
         for column in columns_in(self.metadata):  # mapping a file that is too short would pad it with zeros
             size = frames * int(np.prod(column.shape)) * column.numpy.itemsize
             if _place(path, column).stat().st_size < size:
-                raise CorruptState(f"{_place(path, column)} was cut short: {frames:,} frames take {size:,} bytes")
+                raise CorruptState(f"{_place(path, column)} is truncated: {frames:,} frames take {size:,} bytes")
 
     @property
     def frames(self) -> TensorDictBase:

@@ -139,8 +139,8 @@ def _all_observations(column: Column, episode: Arrays) -> Array:
     now, following = episode[column.name], episode[f"next.{column.name}"]
     if not _same_bits(now[1:], following[:-1]):
         raise UsageError(
-            f"what a step leads to is not {show(column.key)} of the step after it, and Minari stores only one of "
-            f"them; record in another format, or leave it out by keys="
+            f"{show(('next', *column.key))} differs from {show(column.key)} of the following step, and Minari stores "
+            f"only one of them; record in another format, or leave it out of keys="
         )
     return np.concatenate([now, following[-1:]])
 
