@@ -188,7 +188,7 @@ def test_what_is_refused(tmp_path):
         record(collector, tmp_path / "x", "minary")
     with pytest.raises(WrongArgument, match=r"record\(\) takes a collector"):
         record(batch, tmp_path / "x")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").touch()
         record(collector, tmp_path / "full")
