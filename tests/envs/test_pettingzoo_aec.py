@@ -282,5 +282,5 @@ def test_what_is_refused():
             super().step(action)
             self.agents = []
 
-    with pytest.raises(SpecMismatch, match="agent 'a0' left without being terminated"):
+    with pytest.raises(SpecMismatch, match="agent 'a0' was removed from env.agents, but was neither"):
         Collector(Vanishes(), frames_per_batch=9).next()

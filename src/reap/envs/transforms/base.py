@@ -60,10 +60,10 @@ class TransformedEnv(EnvBase):
             transforms = tuple(transforms[0])
         wrong = [one for one in transforms if not isinstance(one, Transform)]
         if wrong:
-            raise WrongArgument(f"transforms must be of reap.envs.transforms, got {wrong[0]!r}")
+            raise WrongArgument(f"transforms must be instances of classes in reap.envs.transforms, got {wrong[0]!r}")
         if is_torchrl(env):
             raise UsageError(
-                "TorchRL's envs have transforms of their own, which reap runs: torchrl.envs.TransformedEnv(env, …)"
+                "a TorchRL env takes TorchRL's own transforms, which reap runs: torchrl.envs.TransformedEnv(env, …)"
             )
         self.transforms = transforms
         lanes = as_env(env)
@@ -102,7 +102,7 @@ class TransformLanes(Wrapped):
         spec = env.spec
         if spec.ready_of is not None:
             raise UsageError(
-                f"{name} works on lanes in step; these come as they are ready: give it to each env in the pool, "
+                f"{name} needs lanes that step together, but these are asynchronous: wrap each env of the pool, "
                 f"TransformedEnv(env, {name}(…))"
             )
         clash = [key for key in added or {} if key in spec.observation]
@@ -123,7 +123,8 @@ class TransformLanes(Wrapped):
     def joined(self, others: Sequence[Any]) -> Env:
         """Refuse: transforms of single envs would not work on all lanes at once."""
         raise UsageError(
-            f"put the transforms around the lanes: TransformedEnv(SerialEnv(n, make_env), {self._name}(…))"
+            f"envs with transforms cannot be joined; put the transforms around the lanes: "
+            f"TransformedEnv(SerialEnv(n, make_env), {self._name}(…))"
         )
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
@@ -185,7 +186,7 @@ class TransformLanes(Wrapped):
         if not state:
             return
         if state.get("transform") != self._name:
-            raise UsageError(f"this state is of {state.get('transform')}, the transform here is {self._name}")
+            raise UsageError(f"the saved state belongs to {state.get('transform')}, but this is {self._name}")
         self._load_statistics(state["learned"])
         self._env.load_state_dict(state["env"])
 
@@ -238,7 +239,8 @@ def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSp
         absent = [key for key in found if key not in spec.observation]
         if absent:
             raise SpecMismatch(
-                f"{name}: keys names {show(absent[0])}; the env has the observations {show_keys(spec.observation)}"
+                f"{name}: keys contains {show(absent[0])}, which is not an observation; the env has "
+                f"{show_keys(spec.observation)}"
             )
     stacked = [key for key in found if spec.observation[key].once]
     if stacked:

@@ -55,7 +55,7 @@ class CastObservation(Transform):
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
         if not isinstance(dtype, torch.dtype) or dtype is torch.bfloat16:
-            raise WrongArgument(f"dtype must be one of torch's that NumPy has too, as torch.float32, got {dtype!r}")
+            raise WrongArgument(f"dtype must be a torch dtype that NumPy has too, such as torch.float32, got {dtype!r}")
         self.dtype, self.keys = dtype, keys
 
     def around(self, env: Env) -> Env:
@@ -113,7 +113,7 @@ class _ImageLanes(TransformLanes):
         if bad or not keys:
             seen = bad[:1] or list(own)
             told = ", ".join(f"{show(key)} is {own[key]}" for key in seen)
-            raise SpecMismatch(f"{name} is for pictures of bytes, [H, W, 3], [3, H, W] or [H, W]; {told}")
+            raise SpecMismatch(f"{name} is for uint8 images, [H, W, 3], [3, H, W] or [H, W]; {told}")
         parts: dict[Any, _Conversion] = {}
         for key in keys:
             colours, (height, width) = _colour_axis(own[key]), _image_size(own[key])

@@ -55,7 +55,7 @@ class ClipReward(Transform):
         if (self.low is None and self.high is None) or (
             self.low is not None and self.high is not None and self.low >= self.high
         ):
-            raise WrongArgument(f"low must lie below high, got {low!r} and {high!r}")
+            raise WrongArgument(f"low must be less than high, and at most one of them None, got {low!r} and {high!r}")
 
     def around(self, env: Env) -> Env:
         return _ChangedRewards(env, "ClipReward", self._change)
