@@ -51,9 +51,17 @@ class Agents:
                     raise SpecMismatch(f"agent {name!r} has {what} {theirs}, {first!r} has {mine}; they must be equal")
 
     def agree(self, other: Agents, lane: int) -> None:
-        """Raise SpecMismatch unless the env `other` at `lane` has the same agents and observation space."""
-        if (other.names, other.observation_space) != (self.names, self.observation_space):
+        """Raise SpecMismatch unless the env `other`, which begins at `lane`, has the same agents and spaces."""
+        if other.names != self.names:
             raise SpecMismatch(f"lane {lane} has agents {other.names}, lane 0 has {self.names}")
+        for what in ("observation_space", "action_space"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if theirs != mine:
+                name = repr(self.names[0])
+                raise SpecMismatch(
+                    f"agent {name} in lane {lane} has {what} {theirs}, agent {name} in lane 0 has {mine}; "
+                    f"they must be equal"
+                )
 
 
 class _TurnWorld(Agents):
