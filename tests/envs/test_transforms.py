@@ -450,7 +450,26 @@ def test_a_worker_that_was_started_again_learns_what_was_known():
         (lambda: ScaleReward(0), WrongArgument, "scale must not be 0"),
         (lambda: ClipReward(1, -1), WrongArgument, "low must be less than high"),
         (lambda: TimeLimit(0), UsageError, "max_steps must be at least 1, got 0"),
-        (lambda: TransformedEnv(serial(), StepCounter("observation")), UsageError, "has already"),
+        (
+            lambda: TransformedEnv(serial(), StepCounter("observation")),
+            UsageError,
+            "^StepCounter adds 'observation', which the env has already; give it another key$",
+        ),
+        (
+            lambda: TransformedEnv(serial(), StepCounter(), TimeLimit(3)),
+            UsageError,
+            "^TimeLimit adds 'step_count', which the env has already; give it another key$",
+        ),
+        (
+            lambda: Collector(TransformedEnv(serial(), TimeLimit(3)), frames_per_batch=8, max_frames_per_traj=3),
+            UsageError,
+            "max_frames_per_traj adds 'step_count', which the env has already; leave one of them out$",
+        ),
+        (
+            lambda: TransformedEnv(AsyncEnvPool(makers(), backend="threading"), TimeLimit(3, ("n", "steps"))),
+            UsageError,
+            r"^TimeLimit needs .* single lanes, .*: wrap each env of the pool, TransformedEnv\(env, TimeLimit\(…\)\)$",
+        ),
         (
             lambda: SerialEnv(2, [lambda m=m: TransformedEnv(m(), ScaleReward(2.0)) for m in makers()[:2]]),
             UsageError,
