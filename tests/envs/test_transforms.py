@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from functools import partial
 
 import gymnasium as gym
@@ -198,6 +199,19 @@ def test_flattening_is_a_view_of_the_same_numbers():
     assert torch.equal(batch["a"][0, 1], torch.arange(6.0) + 1)
     assert torch.equal(batch["next", "a"][1, 2], torch.arange(6.0) + 3)
     assert torch.equal(batch["b"][:, :, 0], torch.tensor([[0.0, 1, 2, 0]] * 2))
+
+
+def test_flattening_needs_no_memory():
+    class Wide(CountingEnv):
+        observation_space = gym.spaces.Box(-9, 9, (1000, 1000), np.float32)
+
+    lanes = SerialEnv(2, Wide).lanes_env
+    tracemalloc.start()
+    try:
+        FlattenObservation().around(lanes)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000, "as much as a quarter of one observation"
+    finally:
+        tracemalloc.stop()
 
 
 class Doubles(CountingEnv):

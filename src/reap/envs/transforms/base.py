@@ -87,9 +87,12 @@ class TransformedEnv(EnvBase):
 class TransformLanes(Wrapped):
     """An env around another that changes the other's values.
 
-    `changed` holds the new leaves of the observations it changes, `added` the leaves it adds. A changed leaf with
-    another shape or dtype gets memory of its own, `_raw[index of the leaf]`, into which the inner env writes.
+    `changed` holds the new leaves of the observations it changes, `added` the leaves it adds. `_converted` holds the
+    indices of changed leaves with another shape or dtype. Each gets memory of its own, `_raw[index]`, into which the
+    inner env writes; a subclass with `_needs_memory = False` gives the inner env other arrays (`_inner_arrays`).
     """
+
+    _needs_memory = True
 
     def __init__(
         self,
@@ -113,10 +116,10 @@ class TransformLanes(Wrapped):
         side = spec.side | (added or {}).keys()
         super().__init__(env, dataclasses.replace(spec, observation=new, side=side))
         self._name, self._inner_leaves = name, len(own)
-        self._raw: dict[int, Array] = {}  # by leaf index: memory for the inner env's own shape and dtype
-        for at, (key, leaf) in enumerate(own.items()):
-            if key in (changed or {}) and (leaf.shape, leaf.dtype) != (new[key].shape, new[key].dtype):
-                self._raw[at] = leaf.column(spec.lanes)
+        both = [(leaf, new[key]) for key, leaf in own.items()]
+        self._converted = [at for at, (a, b) in enumerate(both) if (a.shape, a.dtype) != (b.shape, b.dtype)]
+        separate = self._converted if self._needs_memory else ()
+        self._raw: dict[int, Array] = {at: both[at][0].column(spec.lanes) for at in separate}
         self._inner_row = Row()
         self._inner_row.copies, self._inner_row.place, self._inner_row.narrow = (), None, {}
 
@@ -129,7 +132,7 @@ class TransformLanes(Wrapped):
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
         """Return a slot the inner env can write to directly only if both have the same leaves, else a plain one."""
-        same = not self._raw and self.spec.observation.keys() == self._env.spec.observation.keys()
+        same = not self._converted and self.spec.observation.keys() == self._env.spec.observation.keys()
         return self._env.make_slot(layout, index) if same else Slot(layout, index)
 
     def _inner_arrays(self, arrays: Rows) -> list[Array]:
@@ -142,7 +145,7 @@ class TransformLanes(Wrapped):
         self._on_reset(list(lanes), inner, into)
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        if not self._raw:
+        if not self._converted:
             ended = self._env.step(lanes, row)
             return self._on_step(lanes, row.next, row, ended)
         inner = self._inner_row

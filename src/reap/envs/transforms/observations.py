@@ -32,13 +32,15 @@ class FlattenObservation(Transform):
 
 
 class _FlattenLanes(TransformLanes):
+    _needs_memory = False  # the inner env writes into the row itself, seen in the env's shape
+
     def __init__(self, env: Env, keys: Any) -> None:
         own, name = env.spec.observation, "FlattenObservation"
         keys = chosen_keys(name, keys, env.spec)
         sizes = {key: int(np.prod(own[key].shape, dtype=np.int64)) for key in keys}
         super().__init__(env, name, changed={key: Leaf((sizes[key],), own[key].dtype) for key in keys})
         leaves = list(own.values())
-        self._shapes = {at: (env.spec.lanes, *leaves[at].shape) for at in self._raw}
+        self._shapes = {at: (env.spec.lanes, *leaves[at].shape) for at in self._converted}
 
     def _inner_arrays(self, arrays: Rows) -> list[Array]:
         inner, shapes = arrays[: self._inner_leaves], self._shapes
