@@ -175,5 +175,5 @@ def test_real_pool_with_a_limit_and_info():
 
 def test_a_finished_pool_takes_no_options():
     for options, named in (({"num_envs": 8}, "num_envs"), ({"seed": 3}, "seed")):
-        with pytest.raises(WrongArgument, match=f"{named}.*go to envpool.make"):
+        with pytest.raises(WrongArgument, match=f"{named}.*are arguments of envpool.make"):
             EnvPoolEnv(CountingPool([(3,), (2,)]), **options)

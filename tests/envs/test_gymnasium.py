@@ -273,7 +273,7 @@ def test_info_columns():
 
 def test_make_kwargs():
     assert GymEnv("Pendulum-v1", g=1.0).lanes_env.envs[0].unwrapped.g == 1.0
-    with pytest.raises(WrongArgument, match="go to gymnasium.make"):
+    with pytest.raises(WrongArgument, match="are arguments of gymnasium.make"):
         GymEnv(CountingEnv(), g=1.0)
     with pytest.raises(WrongArgument, match="an id or a gymnasium.Env, got int"):
         GymEnv(3)
@@ -359,7 +359,7 @@ def test_serial_env_checks_its_arguments():
         SerialEnv(0, CountingEnv)
     with pytest.raises(UsageError, match="create_env_fn holds 1"):
         SerialEnv(2, [CountingEnv])
-    with pytest.raises(UsageError, match="one finished env for several lanes"):
+    with pytest.raises(UsageError, match="one env object, which cannot be several lanes"):
         SerialEnv(2, GymEnv(CountingEnv()))
     with pytest.raises(UsageError, match="create_env_kwargs holds 1"):
         SerialEnv(2, CountingEnv, create_env_kwargs=[{}])

@@ -301,7 +301,7 @@ def test_brax_for_real():
                 state = reset(key_of(seed, episode, 0))
     assert ends >= 4
     for options in ({"auto_reset": True}, {"auto_reset": False, "batch_size": 4}):
-        with pytest.raises(UsageError, match="takes what reap does itself"):
+        with pytest.raises(UsageError, match="resets or vectorises the env, which reap does itself"):
             JaxEnv(make(**options))
 
 
@@ -310,12 +310,12 @@ def test_what_is_refused():
         JaxEnv(CountingEnv())
     with pytest.raises(WrongArgument, match="num_envs must be a whole number of at least 1, got 0"):
         JaxEnv(Brax([(3,)]), num_envs=0)
-    with pytest.raises(WrongArgument, match="params belong to gymnax envs"):
+    with pytest.raises(WrongArgument, match="params are for gymnax envs"):
         JaxEnv(Brax([(3,)]), Params())
 
     class AutoResetWrapper(Brax): ...
 
-    with pytest.raises(UsageError, match="AutoResetWrapper takes what reap does itself"):
+    with pytest.raises(UsageError, match="AutoResetWrapper resets or vectorises the env"):
         JaxEnv(AutoResetWrapper([(3,)]))
 
     class Pairs(NewGymnax):
@@ -329,7 +329,7 @@ def test_what_is_refused():
         def action_space(self, params):
             return "two"
 
-    with pytest.raises(UsageError, match="takes one action array, discrete or a box; this one's space is two"):
+    with pytest.raises(UsageError, match="must be Discrete or a Box, not two"):
         JaxEnv(TwoActions([(3,)]))
 
 

@@ -224,7 +224,7 @@ def test_an_agent_does_not_leave_in_silence(mode):
             return seen, earned, dict.fromkeys(over, False), cut, info
 
     c = Collector(PettingZooEnv(Silent(4, day=5), mode=mode), None, frames_per_batch=40)
-    with pytest.raises(SpecMismatch, match="agent 'agent_3' has left env.agents, but"):
+    with pytest.raises(SpecMismatch, match="agent 'agent_3' was removed from env.agents, but"):
         c.next()
 
 
@@ -325,9 +325,13 @@ def test_check_env_remarks_what_agents_lack(mode):
 
 
 def test_lanes_are_not_joined_and_the_way_is_told():
-    with pytest.raises(UsageError, match=r"PettingZooEnv\(mode='lanes'\) has lanes.*MultiSyncCollector.*mode='group'"):
+    with pytest.raises(
+        UsageError, match=r"PettingZooEnv\(mode='lanes'\) already has several lanes.*MultiSyncCollector.*mode='group'"
+    ):
         SerialEnv(2, lambda: PettingZooEnv(Town(PLAN), mode="lanes"))
-    with pytest.raises(UsageError, match=r"TorchEnv has lanes.*MultiSyncCollector\(\[make_env\] \* 3.*ParallelEnv\(3"):
+    with pytest.raises(
+        UsageError, match=r"TorchEnv already has several lanes.*MultiSyncCollector\(\[make_env\] \* 3.*ParallelEnv\(3"
+    ):
         SerialEnv(3, lambda: TorchEnv(TorchPendulum(2)))
     with pytest.raises(UsageError, match="one kind, got GymEnv, PettingZooEnv$"):
         SerialEnv(2, [lambda: GymEnv("CartPole-v1"), lambda: PettingZooEnv(Town(PLAN))])

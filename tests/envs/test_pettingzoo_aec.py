@@ -20,6 +20,7 @@ from tests import example_count
 
 pytest.importorskip("pettingzoo")
 from tests.envs.pettingzoo_worlds import Table
+from tests.envs.worlds import PLAN, Town
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 MIX = torch.tensor([3.0, 5.0, 7.0])
@@ -263,7 +264,7 @@ def test_what_is_refused():
         PettingZooEnv(Mixed())
     with pytest.raises(UsageError, match="cannot make it parallel; use mode='turns'"):
         PettingZooEnv(Table(), mode="group")
-    with pytest.raises(UsageError, match="lane 2 has agents"):
+    with pytest.raises(UsageError, match=r"lane 2 has agents \['a0', 'a1', 'a2'\], lane 0 has \['a0', 'a1'\]"):
         SerialEnv(2, [lambda: PettingZooEnv(Table(2)), lambda: PettingZooEnv(Table(3))])
     with pytest.raises(UsageError, match="steps all its lanes at once"):
         Collector(Table(), frames_per_batch=9, reset_when_done=False)
@@ -282,5 +283,17 @@ def test_what_is_refused():
             super().step(action)
             self.agents = []
 
-    with pytest.raises(SpecMismatch, match="agent 'a0' left without being terminated"):
+    with pytest.raises(SpecMismatch, match="agent 'a0' was removed from env.agents, but was neither"):
         Collector(Vanishes(), frames_per_batch=9).next()
+
+
+@pytest.mark.parametrize("what", ["observation_space", "action_space"])
+@pytest.mark.parametrize(("make", "mode", "lane"), [(Table, "turns", 3), (lambda: Town(PLAN), "group", 1)])
+def test_worlds_with_other_spaces_are_not_joined(what, make, mode, lane):
+    """Spaces that are equal may be other objects; of those that differ, both agents and both spaces are named."""
+    SerialEnv(2, lambda: PettingZooEnv(make(), mode=mode)).close()
+    other = make()
+    setattr(other, what, lambda agent: gym.spaces.Discrete(3))
+    told = rf"agent 'a0' in lane {lane} has {what} Discrete\(3\), agent 'a0' in lane 0 has Box.*; they must be equal"
+    with pytest.raises(SpecMismatch, match=told):
+        SerialEnv(2, [lambda: PettingZooEnv(make(), mode=mode), lambda: PettingZooEnv(other, mode=mode)])

@@ -190,7 +190,7 @@ def test_what_is_refused():
         PufferLibEnv(CountingEnv())
     with pytest.raises(WrongState, match="the env is already made"):
         Collector(Bindable([(3,)]), create_env_kwargs={"a": 1}, frames_per_batch=2)
-    with pytest.raises(UsageError, match="BoundForGood does not write into the buffers it is given later"):
+    with pytest.raises(UsageError, match="BoundForGood ignores buffers assigned after construction"):
         Collector(PufferLibEnv(BoundForGood([(3,)]), rebind=True), frames_per_batch=2)
 
     class NoResets(Auto):
@@ -202,7 +202,7 @@ def test_what_is_refused():
     class Emulated(Auto):
         emulated = {"observation_dtype": None}
 
-    with pytest.raises(UsageError, match="Emulated is PufferLib's shell around an env"):
+    with pytest.raises(UsageError, match="Emulated is a PufferLib wrapper"):
         PufferLibEnv(Emulated([(3,)]))
 
     class Replaces(Bindable):

@@ -649,5 +649,5 @@ def test_check_env_lets_them_pass(kind):
 def test_envs_of_others():
     with pytest.raises(TypeError, match="create_env_kwargs must be a mapping"):
         Collector(CountingEnv, frames_per_batch=3, create_env_kwargs=[1])
-    with pytest.raises(UsageError, match="has lanes of its own already"):
+    with pytest.raises(UsageError, match="already has several lanes"):
         SerialEnv(2, lambda: CountingVector([(3,)], AutoresetMode.SAME_STEP))

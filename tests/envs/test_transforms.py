@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from functools import partial
 
 import gymnasium as gym
@@ -200,6 +201,19 @@ def test_flattening_is_a_view_of_the_same_numbers():
     assert torch.equal(batch["b"][:, :, 0], torch.tensor([[0.0, 1, 2, 0]] * 2))
 
 
+def test_flattening_needs_no_memory():
+    class Wide(CountingEnv):
+        observation_space = gym.spaces.Box(-9, 9, (1000, 1000), np.float32)
+
+    lanes = SerialEnv(2, Wide).lanes_env
+    tracemalloc.start()
+    try:
+        FlattenObservation().around(lanes)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000, "as much as a quarter of one observation"
+    finally:
+        tracemalloc.stop()
+
+
 class Doubles(CountingEnv):
     """Observes thirds in float64, and a number of steps."""
 
@@ -226,7 +240,7 @@ def test_what_is_cast_is_cast_everywhere():
     named = played(CastObservation(torch.float16, keys=["steps"]))
     assert torch.equal(named["next", "steps"], raw["next", "steps"].half())
     assert named["a"].dtype == torch.float64
-    with pytest.raises(WrongArgument, match="dtype must be one of torch's"):
+    with pytest.raises(WrongArgument, match="dtype must be a torch dtype that NumPy has too"):
         CastObservation("float32")
 
 
@@ -270,7 +284,7 @@ def test_pictures_become_gray_and_small():
             small = np.round(gray.reshape(10, 2, 15, 2).mean((1, 3)))
             got = batch["pixels"][lane, t, 0].numpy().astype(np.float32)
             assert np.abs(got - small).max() <= 1  # halves are rounded by either
-    with pytest.raises(SpecMismatch, match=r"is for pictures of bytes"):
+    with pytest.raises(SpecMismatch, match=r"is for uint8 images"):
         TransformedEnv(serial(), GrayscaleResize())
 
 
@@ -439,14 +453,37 @@ def test_a_worker_that_was_started_again_learns_what_was_known():
 @pytest.mark.parametrize(
     ("make", "error", "told"),
     [
-        (lambda: TransformedEnv(serial(), "x"), WrongArgument, "transforms must be of reap.envs.transforms, got 'x'"),
-        (lambda: TransformedEnv(serial(), NormalizeObservation("no")), SpecMismatch, r"names 'no'; the env has"),
+        (lambda: TransformedEnv(serial(), "x"), WrongArgument, "instances of classes in reap.envs.transforms, got 'x'"),
+        (
+            lambda: TransformedEnv(serial(), NormalizeObservation("no")),
+            SpecMismatch,
+            r"keys contains 'no', which is not an observation; the env has",
+        ),
         (lambda: NormalizeObservation(clip=-1), WrongArgument, "clip must be a positive number, got -1"),
         (lambda: NormalizeReward(2.0), WrongArgument, "gamma must lie between 0 and 1, got 2.0"),
         (lambda: ScaleReward(0), WrongArgument, "scale must not be 0"),
-        (lambda: ClipReward(1, -1), WrongArgument, "low must lie below high"),
+        (lambda: ClipReward(1, -1), WrongArgument, "low must be less than high"),
         (lambda: TimeLimit(0), UsageError, "max_steps must be at least 1, got 0"),
-        (lambda: TransformedEnv(serial(), StepCounter("observation")), UsageError, "has already"),
+        (
+            lambda: TransformedEnv(serial(), StepCounter("observation")),
+            UsageError,
+            "^StepCounter adds 'observation', which the env has already; give it another key$",
+        ),
+        (
+            lambda: TransformedEnv(serial(), StepCounter(), TimeLimit(3)),
+            UsageError,
+            "^TimeLimit adds 'step_count', which the env has already; give it another key$",
+        ),
+        (
+            lambda: Collector(TransformedEnv(serial(), TimeLimit(3)), frames_per_batch=8, max_frames_per_traj=3),
+            UsageError,
+            "max_frames_per_traj adds 'step_count', which the env has already; leave one of them out$",
+        ),
+        (
+            lambda: TransformedEnv(AsyncEnvPool(makers(), backend="threading"), TimeLimit(3, ("n", "steps"))),
+            UsageError,
+            r"^TimeLimit needs .* single lanes, .*: wrap each env of the pool, TransformedEnv\(env, TimeLimit\(…\)\)$",
+        ),
         (
             lambda: SerialEnv(2, [lambda m=m: TransformedEnv(m(), ScaleReward(2.0)) for m in makers()[:2]]),
             UsageError,
@@ -455,7 +492,7 @@ def test_a_worker_that_was_started_again_learns_what_was_known():
         (
             lambda: TransformedEnv(AsyncEnvPool(makers(), backend="threading"), ScaleReward(2.0)),
             UsageError,
-            "come as they are ready",
+            "these are asynchronous: wrap each env of the pool",
         ),
         (
             lambda: AsyncEnvPool([lambda: TransformedEnv(CountingEnv(), FrameStack(2))] * 2, backend="threading"),
@@ -467,7 +504,7 @@ def test_a_worker_that_was_started_again_learns_what_was_known():
             UsageError,
             "around the lanes",
         ),
-        (lambda: NormalizeObservation().statistics(), UsageError, "nothing was learned of 'observation'"),
+        (lambda: NormalizeObservation().statistics(), UsageError, "no statistics for 'observation' yet"),
     ],
 )
 def test_what_cannot_be_is_told(make, error, told):

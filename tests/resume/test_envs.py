@@ -63,7 +63,7 @@ def test_gymnasiums_async_vector_env_says_why_it_begins_anew():
 
     with collects(make_env, lambda: Samples(4, choices=2))() as first:
         first.next()
-        assert "take SyncVectorEnv" in first.state_dict()["resume"]["why"]
+        assert "use SyncVectorEnv" in first.state_dict()["resume"]["why"]
 
 
 PLAN = ([(0, 6)], [(0, 2), (4, 7)], [(1, 3), (6, 6)])

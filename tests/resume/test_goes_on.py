@@ -161,7 +161,7 @@ def test_another_env_is_refused():
     one = Collector(GymEnv(CountingEnv((3,))), EchoPolicy(), frames_per_batch=4)
     one.next()
     two = Collector(GymEnv(gym.wrappers.TimeLimit(CountingEnv((3,)), 9)), EchoPolicy(), frames_per_batch=4)
-    with pytest.raises(CorruptState, match="this state is of the env"):
+    with pytest.raises(CorruptState, match="the saved state belongs to"):
         two.load_state_dict(one.state_dict())
 
 

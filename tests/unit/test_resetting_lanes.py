@@ -7,6 +7,7 @@ from gymnasium.vector import AutoresetMode
 
 from reap.collectors import Collector
 from reap.envs import PettingZooEnv, SerialEnv, TorchEnv
+from reap.envs.transforms import StepCounter, TimeLimit, TransformedEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests.envs.worlds import PLAN, CountingTorch, CountingVector, Town
@@ -14,8 +15,14 @@ from tests.envs.worlds import PLAN, CountingTorch, CountingVector, Town
 
 def test_lanes_that_cannot_be_reset_singly_say_so_at_once():
     town = PettingZooEnv(Town(PLAN), mode="lanes")
-    with pytest.raises(UsageError, match="max_frames_per_traj resets single lanes"):
+    with pytest.raises(UsageError, match="max_frames_per_traj needs an env that resets single lanes"):
         Collector(town, frames_per_batch=8, max_frames_per_traj=2)
+    for transform in (TimeLimit(2), StepCounter()):
+        name = type(transform).__name__
+        with pytest.raises(
+            UsageError, match=f"^{name} needs an env that resets single lanes, which this one cannot do$"
+        ):
+            TransformedEnv(PettingZooEnv(Town(PLAN), mode="lanes"), transform)
     with pytest.raises(UsageError, match="cannot reset single lanes"):
         Collector(PettingZooEnv(Town(PLAN), mode="lanes"), frames_per_batch=8).reset(0)
     for env in (CountingVector([(3,)], AutoresetMode.SAME_STEP), TorchEnv(CountingTorch([(3,)]))):

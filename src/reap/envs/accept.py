@@ -115,7 +115,7 @@ def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
         given = f"the create_env_kwargs {sorted(kwargs)}" if kwargs else "no arguments"
         raise WrongArgument(
             f"create_env_fn is called with {given}, which does not fit its parameters {signature}: {cause}; "
-            f"create_env_kwargs gives them, and the policy is the argument after it"
+            f"pass its arguments in create_env_kwargs (the policy is the next positional argument)"
         ) from None
 
 

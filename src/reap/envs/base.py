@@ -126,7 +126,7 @@ class EnvBase:
         self._check_open()
         spec = self.lanes_env.spec
         if spec.rows != "whole":
-            raise UsageError(f"{type(self).__name__} has steps that are no frames; only a collector can leave them out")
+            raise UsageError(f"{type(self).__name__} makes steps that are not frames, which only a collector can skip")
         actions = {}
         for key in spec.action:
             value = tensordict.get(key, None)
@@ -225,7 +225,7 @@ class EnvBase:
 
     def _check_open(self) -> None:
         if self.lanes_env.spec.ready_of is not None:
-            raise UsageError(f"{type(self).__name__} answers whichever lanes are ready; only a collector can drive it")
+            raise UsageError(f"{type(self).__name__} returns lanes as they become ready; only a collector can step it")
         if self.is_closed:
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
 

@@ -52,7 +52,7 @@ def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) 
     if len(makers) != count:
         raise UsageError(f"{name} is {count} but create_env_fn holds {len(makers)}")
     if count > 1 and any(makers.count(m) > 1 for m in makers if isinstance(m, EnvBase)):
-        raise UsageError("create_env_fn is one finished env for several lanes; give a factory")
+        raise UsageError("create_env_fn is one env object, which cannot be several lanes; give a factory")
     if isinstance(create_env_kwargs, Mapping) or create_env_kwargs is None:
         kwargs: list[Mapping[str, Any]] = [create_env_kwargs or {}] * count
     else:
@@ -62,7 +62,7 @@ def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) 
         if len(kwargs) != count:
             raise UsageError(f"{name} is {count} but create_env_kwargs holds {len(kwargs)}")
     if not all(isinstance(key, str) for one in kwargs for key in one):
-        raise WrongArgument(f"create_env_kwargs must hold keywords by their names, got {create_env_kwargs!r}")
+        raise WrongArgument(f"the keys of create_env_kwargs must be strings, got {create_env_kwargs!r}")
     return [(for_workers(make), dict(keywords)) for make, keywords in zip(makers, kwargs)]
 
 
@@ -100,16 +100,16 @@ def _joined(first: Env, *rest: Env) -> Env:
 
 def _why_not_joined(env: Env, count: int) -> str:
     """Return the error text for an env that cannot be joined, with the ways to run several of it."""
-    workers = f"MultiSyncCollector([make_env] * {count}, …) plays several, a worker each"
+    workers = f"MultiSyncCollector([make_env] * {count}, …) runs several, one per worker"
     ways = {
         "AgentLanes": f"{workers}; mode='group' can be joined",
-        "EnvPoolLanes": "num_envs= says how many lanes",
-        "EnvPoolReady": "num_envs= says how many lanes",
+        "EnvPoolLanes": "num_envs= sets the number of lanes",
+        "EnvPoolReady": "num_envs= sets the number of lanes",
     }
-    processes = "" if env.spec.rows != "whole" else f", ParallelEnv({count}, make_env) a process each"
+    processes = "" if env.spec.rows != "whole" else f", ParallelEnv({count}, make_env) one per process"
     way = ways.get(type(env).__name__, workers + processes)
-    lanes = f"{_public_name(env)} has lanes of its own already"
-    return f"SerialEnv joins single envs; {lanes}: give it to a collector as it is; {way}"
+    lanes = f"{_public_name(env)} already has several lanes"
+    return f"SerialEnv joins single envs; {lanes}: pass it to a collector directly; {way}"
 
 
 def _public_name(env: Env) -> str:

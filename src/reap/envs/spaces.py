@@ -49,7 +49,7 @@ class Observations:
         self._puts: list[tuple[tuple[Any, ...], Put, Encode]] = []
         self._add(space, (), (), categorical)
         if not self.leaves:
-            raise UsageError(f"observation space {space} is empty; an env must show something")
+            raise UsageError(f"observation space {space} is empty; an env needs at least one observation")
         self.paths = [path for path, _, _ in self._puts]
         #: shape and dtype if the space is a plain Box, which the hot loop writes by a bare row assignment; else Nones
         self.plain: tuple[Any, Any] = (None, None)

@@ -17,23 +17,32 @@ from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.core.wrapped import Wrapped
 from reap.errors import UsageError
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import EnvSpec, Key, Leaf, show
 
 STEP_COUNT: Key = ("step_count",)
 
 
 class StepLimit(Wrapped):
-    """Truncates after `limit` steps and reports the count as `key`: 0 at a reset, counted up by each step."""
+    """Truncates after `limit` steps and reports the count as `key`: 0 at a reset, counted up by each step.
 
-    def __init__(self, env: Env, limit: int, key: Key = STEP_COUNT) -> None:
+    Errors name what the user asked for the limit with: the option `max_frames_per_traj`, or the transform `transform`.
+    """
+
+    def __init__(self, env: Env, limit: int, key: Key = STEP_COUNT, *, transform: str | None = None) -> None:
+        who = transform or "max_frames_per_traj"
         if key in env.spec.observation:
-            raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
+            way = "leave one of them out" if transform is None else "give it another key"
+            raise UsageError(f"{who} adds {show(key)}, which the env has already; {way}")
         self._limit = limit
         spec = env.spec
         observation = {**spec.observation, key: Leaf((1,), torch.int64)}
         if not spec.single_resets:
-            where = "" if spec.ready_of is None else ": give max_frames_per_traj to the AsyncEnvPool itself"
-            raise UsageError(f"max_frames_per_traj resets single lanes, which this env cannot do{where}")
+            way = ""
+            if spec.ready_of is not None and transform is None:
+                way = ": give max_frames_per_traj to the AsyncEnvPool itself"
+            elif spec.ready_of is not None:
+                way = f": wrap each env of the pool, TransformedEnv(env, {transform}(…))"
+            raise UsageError(f"{who} needs an env that resets single lanes, which this one cannot do{way}")
         super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {key}))
         self._count_leaf = len(spec.observation)  # in a row; wrappers around this one append their leaves
         self._count = np.zeros(spec.lanes, np.int64)

@@ -64,7 +64,7 @@ class EnvPoolLanes(Env):
         self._write(observation, info, into)
 
     def open_state(self) -> Any:
-        raise CannotResume("EnvPool's envs are in C++ and do not say what they are in the middle of")
+        raise CannotResume("EnvPool's C++ envs cannot save the state of an open episode")
 
     def _seed(self, seeds: Sequence[int]) -> None:
         """Replace the pool by a new one with these seeds: a pool is seeded when it is made, its `seed` does nothing."""
@@ -215,7 +215,9 @@ class EnvPoolEnv(EnvBase):
             task = envpool.make(task, env_type="gymnasium", num_envs=num_envs or 1, **make_kwargs)
         elif make_kwargs or num_envs is not None:
             extra = sorted(make_kwargs) or ["num_envs"]
-            raise WrongArgument(f"{extra} go to envpool.make; a finished pool takes none")
+            raise WrongArgument(
+                f"{extra} are arguments of envpool.make; they have no effect on a pool that is already made"
+            )
         config = task.spec.config
         lanes = EnvPoolReady if int(config.batch_size) not in (0, int(config.num_envs)) else EnvPoolLanes
         super().__init__(lanes(task, categorical=categorical_action_encoding, info_keys=info_keys), device=device)

@@ -224,13 +224,15 @@ class GymLanes(Env):
                 for what in ("observation_space", "action_space"):
                     mine, theirs = getattr(self.envs[lane], what), getattr(new, what)
                     if mine != theirs:
-                        raise SpecMismatch(f"lane {lane} was made anew, and has {what} {theirs} in place of {mine}")
+                        raise SpecMismatch(
+                            f"lane {lane} was rebuilt with a different {what}: {theirs} instead of {mine}"
+                        )
                 seed = self._last_seeds.get(lane)
                 if seed is not None:
                     return new, new.reset(seed=restart_seed(seed, self._rebuild_count + 1))
                 return new, None if into is None else new.reset()
             except Exception as cause:
-                again = as_raised("making the env of the lane anew raised", cause).at(lane=lane)
+                again = as_raised("rebuilding the env of the lane raised", cause).at(lane=lane)
                 raise again from again.__cause__
 
         env, first = replace(lane, error, made)
@@ -327,7 +329,9 @@ class GymEnv(EnvBase):
             env = registered(env)
         if not isinstance(env, Registered) and (make_kwargs or num_envs is not None):
             extra = sorted(make_kwargs) or ["num_envs"]
-            raise WrongArgument(f"{extra} go to gymnasium.make; a finished env takes none")
+            raise WrongArgument(
+                f"{extra} are arguments of gymnasium.make; they have no effect on an env that is already made"
+            )
         if isinstance(env, Registered) and "vectorization_mode" in make_kwargs:
             env = gym.make_vec(env, num_envs or 1, **make_kwargs)
         if isinstance(env, gym.vector.VectorEnv):

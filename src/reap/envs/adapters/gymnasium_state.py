@@ -33,7 +33,9 @@ def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Packed]:
     game: Any = env.unwrapped
     try:
         if hasattr(game, "ale") and (game.continuous or env.action_space != game.action_space):
-            raise TypeError("its emulator would repeat an action that is not known")
+            raise TypeError(
+                "its emulator may repeat the previous action, which cannot be recorded for this action space"
+            )
         if hasattr(game, "ale") and game.ale.getEpisodeFrameNumber() == 0:
             game.last_action = None  # it belongs to the previous episode
         return _saved(env)
@@ -51,7 +53,7 @@ def restore_env(state: tuple[str, Packed], env: Any) -> None:
     found = reader.load()
     mine, saved = list(_layers(env)), list(_layers(found))
     if [type(one) for one in mine] != [type(one) for one in saved]:
-        raise CorruptState(f"this state is of the env {found}, here is {env}; nothing was loaded")
+        raise CorruptState(f"the saved state belongs to {found}, but this is {env}; nothing was loaded")
     for one, other in zip(mine, saved):
         one.__dict__ = other.__dict__  # the same dict object: something inside may refer to its env
     for outer, inner in itertools.pairwise(mine):
@@ -73,10 +75,7 @@ def saved_vector_env(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
     if has_own_state(env):
         return {"own": packed(env.get_state())}  # type: ignore[attr-defined]
     if isinstance(base, AsyncVectorEnv):
-        raise CannotResume(
-            "AsyncVectorEnv keeps its envs in processes that do not say where they are; take SyncVectorEnv, or reap's "
-            "ParallelEnv"
-        )
+        raise CannotResume("AsyncVectorEnv's processes cannot save their envs; use SyncVectorEnv or reap's ParallelEnv")
     inside = [saved_env(one, lane) for lane, one in enumerate(getattr(base, "envs", ()))]
     try:
         held = [packed(_own_attributes(layer), _dumps) for layer in _layers(env)]
@@ -92,7 +91,7 @@ def restore_vector_env(state: Mapping[str, Any], env: VectorEnv[Any, Any, Any]) 
         return
     layers = list(_layers(env))
     if state["kinds"] != [type(layer).__name__ for layer in layers]:
-        raise CorruptState(f"this state is of the env {state['kinds']}, here is {env}; nothing was loaded")
+        raise CorruptState(f"the saved state belongs to {state['kinds']}, but this is {env}; nothing was loaded")
     for one, inner in zip(state["envs"], getattr(env.unwrapped, "envs", ())):
         restore_env(one, inner)
     for layer, held in zip(layers, state["layers"]):
@@ -119,8 +118,8 @@ def _saved(env: Any) -> tuple[str, Packed]:
 def _not_pickled(env: Any, cause: Exception, lane: int | None = None) -> CannotResume:
     where = "" if lane is None else f"lane {lane}: "
     return CannotResume(
-        f"{where}{type(env).__name__} cannot be pickled ({cause}); give it get_state() and set_state(state) for its "
-        f"episodes to go on"
+        f"{where}{type(env).__name__} cannot be pickled ({cause}); implement get_state() and set_state(state) so "
+        f"that its episodes can be resumed"
     )
 
 

@@ -65,7 +65,7 @@ class JaxBatch:
             seen = env.observation_space(params)
         else:
             if params is not None:
-                raise WrongArgument("params belong to gymnax envs; a brax env has its own inside")
+                raise WrongArgument("params are for gymnax envs; a brax env has its own")
             reset, step, action_space, seen = *_brax(env), None
         self.single_action_space = _action_space(action_space)
         like, _ = jax.eval_shape(reset, jax.random.PRNGKey(0))
@@ -148,7 +148,7 @@ class JaxBatch:
         found = []
         for leaf in self._jax.tree.leaves((self._keys, self._episode, self._run)):
             if self._jax.numpy.issubdtype(leaf.dtype, self._jax.dtypes.prng_key):
-                raise CannotResume("this JAX env keeps typed random keys in its state, which are no plain arrays")
+                raise CannotResume("this JAX env has typed random keys in its state, which cannot be saved as arrays")
             array = np.ascontiguousarray(leaf)
             data = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
             found.append((array.dtype.name, list(array.shape), data))
@@ -160,7 +160,7 @@ class JaxBatch:
         here, structure = tree.flatten((self._keys, self._episode, self._run))
         looks = [(np.dtype(leaf.dtype).name, list(leaf.shape)) for leaf in here]
         if looks != [(name, list(shape)) for name, shape, _ in state]:
-            raise CorruptState("this state is of another JAX env; nothing was loaded")
+            raise CorruptState("the saved state belongs to another JAX env; nothing was loaded")
         arrays = [
             jnp.asarray(np.frombuffer(data.numpy().tobytes(), leaf.dtype).reshape(leaf.shape))
             for leaf, (_, _, data) in zip(here, state)
@@ -206,7 +206,10 @@ def _brax(env: Any) -> tuple[Reset, Step, Any]:
     while layer is not None:
         name = type(layer).__name__
         if "AutoReset" in name or "Vmap" in name:
-            raise UsageError(f"{name} takes what reap does itself: give JaxEnv the env without it (auto_reset=False)")
+            raise UsageError(
+                f"{name} resets or vectorises the env, which reap does itself: pass JaxEnv the env without it "
+                f"(auto_reset=False)"
+            )
         layer = getattr(layer, "env", None)
 
     def reset(key: Any) -> tuple[Any, Any]:
@@ -229,7 +232,7 @@ def _action_space(space: Any) -> gym.Space[Any]:
         dtype = np.dtype(space.dtype)
         low, high = (np.broadcast_to(np.asarray(x, dtype), space.shape) for x in (space.low, space.high))
         return gym.spaces.Box(low, high, tuple(space.shape), dtype.type)
-    raise UsageError(f"a JAX env takes one action array, discrete or a box; this one's space is {space}")
+    raise UsageError(f"a JAX env takes one action array: its space must be Discrete or a Box, not {space}")
 
 
 def _observation_space(declared: Any, like: Any) -> gym.Space[Any]:

@@ -66,7 +66,7 @@ class _World(Agents):
         for name in [self.names[i] for i in left]:
             if not terminations.get(name, False) and not truncations.get(name, False):
                 raise SpecMismatch(
-                    f"agent {name!r} has left env.agents, but the env says neither terminated nor truncated of it"
+                    f"agent {name!r} was removed from env.agents, but was neither terminated nor truncated"
                 )
 
     def is_over(self, terminations: Mapping[str, Any], truncations: Mapping[str, Any]) -> bool:

@@ -51,9 +51,17 @@ class Agents:
                     raise SpecMismatch(f"agent {name!r} has {what} {theirs}, {first!r} has {mine}; they must be equal")
 
     def agree(self, other: Agents, lane: int) -> None:
-        """Raise SpecMismatch unless the env `other` at `lane` has the same agents and observation space."""
-        if (other.names, other.observation_space) != (self.names, self.observation_space):
+        """Raise SpecMismatch unless the env `other`, which begins at `lane`, has the same agents and spaces."""
+        if other.names != self.names:
             raise SpecMismatch(f"lane {lane} has agents {other.names}, lane 0 has {self.names}")
+        for what in ("observation_space", "action_space"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if theirs != mine:
+                name = repr(self.names[0])
+                raise SpecMismatch(
+                    f"agent {name} in lane {lane} has {what} {theirs}, agent {name} in lane 0 has {mine}; "
+                    f"they must be equal"
+                )
 
 
 class _TurnWorld(Agents):
@@ -160,7 +168,7 @@ class TurnLanes(Env):
                 self._turn[w] = w * self._agents + agent
                 self._observations.write(seen, self._observed, int(self._turn[w]))
                 return
-        raise SpecMismatch("nobody is on turn after env.reset")
+        raise SpecMismatch("after env.reset there is no agent to act")
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         if self._output_shapes is None:
@@ -182,7 +190,7 @@ class TurnLanes(Env):
             error.at(lane=lane)
             raise
         except Exception as cause:
-            raise WorkerRaised(f"env.last raised, or said what cannot be read: {cause!r}").at(lane=lane) from cause
+            raise WorkerRaised(f"env.last raised, or returned something unreadable: {cause!r}").at(lane=lane) from cause
         row.mask[...] = False  # type: ignore[index]
         row.mask[frames] = True  # type: ignore[index]
         for kept, output in zip(self._kept_outputs, row.outputs):
@@ -218,7 +226,8 @@ class TurnLanes(Env):
                 return
         left = np.flatnonzero(self._waiting[begin : begin + self._agents])
         if len(left):
-            raise SpecMismatch(f"agent {world.names[left[0]]!r} left without being terminated or truncated")
+            name = world.names[left[0]]
+            raise SpecMismatch(f"agent {name!r} was removed from env.agents, but was neither terminated nor truncated")
 
     def _allocate_kept(self, row: Row) -> None:
         """Allocate memory for the policy's outputs, unless it has their shapes and dtypes already."""

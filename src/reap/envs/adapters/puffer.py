@@ -63,7 +63,7 @@ class PufferLanes(Env):
     ) -> None:
         name = type(env).__name__
         if getattr(env, "emulated", False) or getattr(env, "driver_env", env) is not env:
-            raise UsageError(f"{name} is PufferLib's shell around an env; give reap the env inside")
+            raise UsageError(f"{name} is a PufferLib wrapper; pass the native env inside it")
         if lost_finals not in ("error", "repeat"):
             raise WrongArgument(f"lost_finals must be 'error' or 'repeat', got {lost_finals!r}")
         self.env = env
@@ -137,7 +137,7 @@ class PufferLanes(Env):
         self.env.reset(self._seed % 2**31)
         if self._bind is not None and not self._started and (self._own_buffers[0].view(np.uint8) == _UNTOUCHED).all():
             raise UsageError(
-                f"{type(self.env).__name__} does not write into the buffers it is given later; leave out rebind"
+                f"{type(self.env).__name__} ignores buffers assigned after construction; do not set rebind"
             )
         self._started = True
 
@@ -161,7 +161,7 @@ class PufferLanes(Env):
         masks = getattr(self.env, "masks", None)
         if masks is not None and not masks.all():
             raise UsageError(
-                f"agents {np.flatnonzero(~masks).tolist()} have left; only envs whose agents stay are taken"
+                f"agents {np.flatnonzero(~masks).tolist()} have left; PufferLibEnv needs an env whose agents all stay"
             )
         done = np.logical_or(terminated, truncated)
         ended: list[int] = np.flatnonzero(done).tolist()
@@ -189,8 +189,8 @@ class PufferLanes(Env):
         env = self.env
         if not has_own_state(env):
             raise CannotResume(
-                f"{type(env).__name__} may keep its state in memory of its own, as PufferLib's envs do; give it "
-                f"get_state() and set_state(state) for its episodes to go on"
+                f"{type(env).__name__} may keep its state in memory of its own, as PufferLib's envs do; "
+                f"implement get_state() and set_state(state) so that its episodes can be resumed"
             )
         own = [packed(array) for array in (self._last_observations, *self._own_buffers)]
         return {"env": packed(env.get_state()), "arrays": own, "seed": self._seed, "begun": sorted(self._reset_by_env)}

@@ -66,7 +66,7 @@ class TorchLanes(Env):
         self._observations = Observations(env.single_observation_space, categorical=categorical)
         self._actions = Actions(env.single_action_space, categorical=categorical)
         if len(self._actions.leaves) != 1:
-            raise UsageError("a torch env takes one action tensor; join the parts of its action space")
+            raise UsageError("a torch env takes one action tensor; join the parts of its action space into one")
         self.spec = EnvSpec(
             observation=self._observations.leaves,
             action=self._actions.leaves,
@@ -253,8 +253,8 @@ def saved_tensors(env: Any) -> Any:
             kept[name] = value
         elif not (callable(value) or isinstance(value, _NO_STATE)):
             raise CannotResume(
-                f"{type(env).__name__}.{name} is a {type(value).__name__}, which may be part of its state; give "
-                f"the env get_state() and set_state(state) for its episodes to go on"
+                f"{type(env).__name__}.{name} is a {type(value).__name__}, which may be part of its state; "
+                f"implement get_state() and set_state(state) so that its episodes can be resumed"
             )
     return {"tensors": kept}
 

@@ -60,10 +60,10 @@ class TransformedEnv(EnvBase):
             transforms = tuple(transforms[0])
         wrong = [one for one in transforms if not isinstance(one, Transform)]
         if wrong:
-            raise WrongArgument(f"transforms must be of reap.envs.transforms, got {wrong[0]!r}")
+            raise WrongArgument(f"transforms must be instances of classes in reap.envs.transforms, got {wrong[0]!r}")
         if is_torchrl(env):
             raise UsageError(
-                "TorchRL's envs have transforms of their own, which reap runs: torchrl.envs.TransformedEnv(env, …)"
+                "a TorchRL env takes TorchRL's own transforms, which reap runs: torchrl.envs.TransformedEnv(env, …)"
             )
         self.transforms = transforms
         lanes = as_env(env)
@@ -87,9 +87,12 @@ class TransformedEnv(EnvBase):
 class TransformLanes(Wrapped):
     """An env around another that changes the other's values.
 
-    `changed` holds the new leaves of the observations it changes, `added` the leaves it adds. A changed leaf with
-    another shape or dtype gets memory of its own, `_raw[index of the leaf]`, into which the inner env writes.
+    `changed` holds the new leaves of the observations it changes, `added` the leaves it adds. `_converted` holds the
+    indices of changed leaves with another shape or dtype. Each gets memory of its own, `_raw[index]`, into which the
+    inner env writes; a subclass with `_needs_memory = False` gives the inner env other arrays (`_inner_arrays`).
     """
+
+    _needs_memory = True
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class TransformLanes(Wrapped):
         spec = env.spec
         if spec.ready_of is not None:
             raise UsageError(
-                f"{name} works on lanes in step; these come as they are ready: give it to each env in the pool, "
+                f"{name} needs lanes that step together, but these are asynchronous: wrap each env of the pool, "
                 f"TransformedEnv(env, {name}(…))"
             )
         clash = [key for key in added or {} if key in spec.observation]
@@ -113,22 +116,23 @@ class TransformLanes(Wrapped):
         side = spec.side | (added or {}).keys()
         super().__init__(env, dataclasses.replace(spec, observation=new, side=side))
         self._name, self._inner_leaves = name, len(own)
-        self._raw: dict[int, Array] = {}  # by leaf index: memory for the inner env's own shape and dtype
-        for at, (key, leaf) in enumerate(own.items()):
-            if key in (changed or {}) and (leaf.shape, leaf.dtype) != (new[key].shape, new[key].dtype):
-                self._raw[at] = leaf.column(spec.lanes)
+        both = [(leaf, new[key]) for key, leaf in own.items()]
+        self._converted = [at for at, (a, b) in enumerate(both) if (a.shape, a.dtype) != (b.shape, b.dtype)]
+        separate = self._converted if self._needs_memory else ()
+        self._raw: dict[int, Array] = {at: both[at][0].column(spec.lanes) for at in separate}
         self._inner_row = Row()
         self._inner_row.copies, self._inner_row.place, self._inner_row.narrow = (), None, {}
 
     def joined(self, others: Sequence[Any]) -> Env:
         """Refuse: transforms of single envs would not work on all lanes at once."""
         raise UsageError(
-            f"put the transforms around the lanes: TransformedEnv(SerialEnv(n, make_env), {self._name}(…))"
+            f"envs with transforms cannot be joined; put the transforms around the lanes: "
+            f"TransformedEnv(SerialEnv(n, make_env), {self._name}(…))"
         )
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
         """Return a slot the inner env can write to directly only if both have the same leaves, else a plain one."""
-        same = not self._raw and self.spec.observation.keys() == self._env.spec.observation.keys()
+        same = not self._converted and self.spec.observation.keys() == self._env.spec.observation.keys()
         return self._env.make_slot(layout, index) if same else Slot(layout, index)
 
     def _inner_arrays(self, arrays: Rows) -> list[Array]:
@@ -141,7 +145,7 @@ class TransformLanes(Wrapped):
         self._on_reset(list(lanes), inner, into)
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        if not self._raw:
+        if not self._converted:
             ended = self._env.step(lanes, row)
             return self._on_step(lanes, row.next, row, ended)
         inner = self._inner_row
@@ -185,7 +189,7 @@ class TransformLanes(Wrapped):
         if not state:
             return
         if state.get("transform") != self._name:
-            raise UsageError(f"this state is of {state.get('transform')}, the transform here is {self._name}")
+            raise UsageError(f"the saved state belongs to {state.get('transform')}, but this is {self._name}")
         self._load_statistics(state["learned"])
         self._env.load_state_dict(state["env"])
 
@@ -238,7 +242,8 @@ def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSp
         absent = [key for key in found if key not in spec.observation]
         if absent:
             raise SpecMismatch(
-                f"{name}: keys names {show(absent[0])}; the env has the observations {show_keys(spec.observation)}"
+                f"{name}: keys contains {show(absent[0])}, which is not an observation; the env has "
+                f"{show_keys(spec.observation)}"
             )
     stacked = [key for key in found if spec.observation[key].once]
     if stacked:

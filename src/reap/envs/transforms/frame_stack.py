@@ -116,11 +116,16 @@ class _FrameStackLanes(TransformLanes):
         spec, name = env.spec, "FrameStack"
         keys = chosen_keys(name, transform.keys, spec)
         if spec.rows != "whole":
-            raise UsageError(f"{name}: some steps of this env are no frames; it has to reset lanes when it is asked to")
+            raise UsageError(
+                f"{name}: this env makes steps that are not frames, which cannot be stacked; it must reset single "
+                f"lanes when asked to, without a step"
+            )
         frames = {(FRAME_KEY, *key): leaf for key, leaf in spec.observation.items() if key in keys}
         clash = [key for key in frames if key in spec.observation]
         if clash or any(key[0] == FRAME_KEY for key in spec.observation):
-            raise UsageError(f"{name} keeps frames under {FRAME_KEY!r}, which this env has already: rename it")
+            raise UsageError(
+                f"{name} stores frames under {FRAME_KEY!r}, which this env has already; rename that observation"
+            )
         size, shapes = transform.size, {key: spec.observation[key].shape for key in keys}
         stacks = {key: Leaf(stacked_shape(size, shapes[key]), spec.observation[key].dtype, once=True) for key in keys}
         super().__init__(env, name)

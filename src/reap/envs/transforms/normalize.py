@@ -45,7 +45,7 @@ class _Normalizer(Transform):
         """Return the running mean, variance and count of the values under one key."""
         known = self._learned.found
         if as_key(key) not in known:
-            raise UsageError(f"nothing was learned of {show(as_key(key))} so far, but of {show_keys(known)}")
+            raise UsageError(f"no statistics for {show(as_key(key))} yet; there are statistics for {show_keys(known)}")
         return known[as_key(key)]
 
     def learned_of(self, key: Key, shape: tuple[int, ...]) -> RunningStatistics:
@@ -54,7 +54,8 @@ class _Normalizer(Transform):
         try:
             found.expect(shape)
         except ValueError as error:
-            raise UsageError(f"{type(self).__name__} of {show(key)}: {error}; give each kind of env its own") from None
+            name = type(self).__name__
+            raise UsageError(f"{name} of {show(key)}: {error}; give each kind of env its own {name}") from None
         return found
 
 

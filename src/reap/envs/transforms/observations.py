@@ -32,13 +32,15 @@ class FlattenObservation(Transform):
 
 
 class _FlattenLanes(TransformLanes):
+    _needs_memory = False  # the inner env writes into the row itself, seen in the env's shape
+
     def __init__(self, env: Env, keys: Any) -> None:
         own, name = env.spec.observation, "FlattenObservation"
         keys = chosen_keys(name, keys, env.spec)
         sizes = {key: int(np.prod(own[key].shape, dtype=np.int64)) for key in keys}
         super().__init__(env, name, changed={key: Leaf((sizes[key],), own[key].dtype) for key in keys})
         leaves = list(own.values())
-        self._shapes = {at: (env.spec.lanes, *leaves[at].shape) for at in self._raw}
+        self._shapes = {at: (env.spec.lanes, *leaves[at].shape) for at in self._converted}
 
     def _inner_arrays(self, arrays: Rows) -> list[Array]:
         inner, shapes = arrays[: self._inner_leaves], self._shapes
@@ -55,7 +57,7 @@ class CastObservation(Transform):
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
         if not isinstance(dtype, torch.dtype) or dtype is torch.bfloat16:
-            raise WrongArgument(f"dtype must be one of torch's that NumPy has too, as torch.float32, got {dtype!r}")
+            raise WrongArgument(f"dtype must be a torch dtype that NumPy has too, such as torch.float32, got {dtype!r}")
         self.dtype, self.keys = dtype, keys
 
     def around(self, env: Env) -> Env:
@@ -113,7 +115,7 @@ class _ImageLanes(TransformLanes):
         if bad or not keys:
             seen = bad[:1] or list(own)
             told = ", ".join(f"{show(key)} is {own[key]}" for key in seen)
-            raise SpecMismatch(f"{name} is for pictures of bytes, [H, W, 3], [3, H, W] or [H, W]; {told}")
+            raise SpecMismatch(f"{name} is for uint8 images, [H, W, 3], [3, H, W] or [H, W]; {told}")
         parts: dict[Any, _Conversion] = {}
         for key in keys:
             colours, (height, width) = _colour_axis(own[key]), _image_size(own[key])

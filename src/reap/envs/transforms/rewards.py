@@ -55,7 +55,7 @@ class ClipReward(Transform):
         if (self.low is None and self.high is None) or (
             self.low is not None and self.high is not None and self.low >= self.high
         ):
-            raise WrongArgument(f"low must lie below high, got {low!r} and {high!r}")
+            raise WrongArgument(f"low must be less than high, and at most one of them None, got {low!r} and {high!r}")
 
     def around(self, env: Env) -> Env:
         return _ChangedRewards(env, "ClipReward", self._change)
@@ -120,7 +120,7 @@ class TimeLimit(Transform):
         self.max_steps, self.key = int(whole("max_steps", max_steps, least=1) or 1), key
 
     def around(self, env: Env) -> Env:
-        return StepLimit(env, self.max_steps, as_key(self.key))
+        return StepLimit(env, self.max_steps, as_key(self.key), transform="TimeLimit")
 
 
 class StepCounter(Transform):
@@ -130,4 +130,4 @@ class StepCounter(Transform):
         self.key = key
 
     def around(self, env: Env) -> Env:
-        return StepLimit(env, _NEVER, as_key(self.key))
+        return StepLimit(env, _NEVER, as_key(self.key), transform="StepCounter")
