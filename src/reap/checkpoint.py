@@ -85,7 +85,7 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
         if error.errno not in FULL:
             raise UsageError(f"path={str(root)!r}: a checkpoint cannot be written there: {error}") from error
         raise NoSpace(
-            f"path={str(root)!r}: the checkpoint does not fit on the disk; those before it are whole"
+            f"path={str(root)!r}: the checkpoint does not fit on the disk; earlier ones are undamaged"
         ) from None
     return place
 
@@ -122,8 +122,8 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
         lost = [name for name in reversed(done) if name in before and not _put_back(parts[name], before[name])]
         if isinstance(cause, ReapError) and not lost:
             raise
-        now = f"{', '.join(lost)} could not be put back as before" if lost else "nothing was loaded"
-        raise UsageError(f"{done[-1]} does not take what {place} has for it: {cause}; {now}") from cause
+        now = f"{', '.join(lost)} could not be restored to what they were" if lost else "nothing was loaded"
+        raise UsageError(f"{done[-1]} rejected its state from {place}: {cause}; {now}") from cause
     values = {name: state for name, state in states.items() if name not in objects}
     return Loaded(place, about["number"], values, tuple(name for name in objects if name not in parts))
 
@@ -133,7 +133,7 @@ def _put_back(part: Any, state: Any) -> bool:
     try:
         part.load_state_dict(state)
     except Exception:
-        _log.exception("%s does not take the state that it had", type(part).__name__)
+        _log.exception("%s rejected the state that it had before", type(part).__name__)
         return False
     return True
 
@@ -222,7 +222,7 @@ def _newest(root: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     if (root / _MARKER).exists():
         return root, *_read(root)
     if not root.is_dir():
-        raise UsageError(f"path={str(root)!r} holds no checkpoint: it is no directory")
+        raise UsageError(f"path={str(root)!r} holds no checkpoint: it is not a directory")
     damaged = []
     for number in reversed(_numbers(root)):
         place = root / f"checkpoint-{number:08}"
@@ -232,10 +232,10 @@ def _newest(root: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
             return place, *_read(place)
         except CorruptState as reason:
             damaged.append(str(reason))
-            _log.warning("a checkpoint is damaged, the one before it is taken: %s", reason)
+            _log.warning("a checkpoint is damaged; the one before it is used: %s", reason)
     if damaged:
         raise CorruptState(
-            f"path={str(root)!r}: no checkpoint there is whole: {'; '.join(damaged)}; nothing was loaded"
+            f"path={str(root)!r}: all checkpoints there are damaged: {'; '.join(damaged)}; nothing was loaded"
         )
     raise UsageError(f"path={str(root)!r} holds no checkpoint")
 
@@ -247,10 +247,10 @@ def _read(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise CorruptState(f"{place} has format {about['format']!r:.40}, this reap {__version__} reads {_FORMAT}")
         names = about["files"]
         if not all(isinstance(name, str) and name.isidentifier() for name in names):
-            raise CorruptState(f"{place / _MARKER} names files that are no checkpoint's")
+            raise CorruptState(f"{place / _MARKER} names invalid files")
         states = {name: load_tensors(place / f"{name}.pt", names[name]) for name in names}
         if not isinstance(about["number"], int) or not {*about["objects"]} <= states.keys():
-            raise CorruptState(f"{place / _MARKER} does not fit its files")
+            raise CorruptState(f"{place / _MARKER} does not match its files")
     except CorruptState:
         raise
     except Exception as error:  # the many errors for broken JSON, zip files, tensors and disks

@@ -63,10 +63,10 @@ class FailurePolicy:
         """Log what happened, and call the user's callback if there is one."""
         told = str(failure.cause).partition("\n")[0]
         if failure.action == "restart":
-            text = "%s; started again after %.2f s (restart %d)"
+            text = "%s; restarted after %.2f s (restart %d)"
             record("restart", str(failure.worker), text, told, failure.seconds, failure.restarts)
         else:
-            record("drop", str(failure.worker), "%s; the others go on without it", told)
+            record("drop", str(failure.worker), "%s; the others continue without it", told)
         if self.tell is not None:
             self.tell(failure)
 
@@ -87,14 +87,14 @@ class RestartBudget:
         `in_a_row`: how many replacements in the same place have failed before they were ready.
         """
         if in_a_row >= IN_A_ROW:
-            return f"{in_a_row} in a row were started again in this place and were never there, and no more may be"
+            return f"{in_a_row} replacements in a row failed before they were ready; no more are started"
         now, most, window = time.monotonic(), self.policy.max_restarts, self.policy.window
         while self._lately and now - self._lately[0] > window:
             self._lately.popleft()
         if most is not None and len(self._lately) >= most:
             return (
-                f"{len(self._lately)} workers were started again within {window:g} s before it, and no more may be: "
-                f"max_restarts={most}, restart_window={window:g}"
+                f"the restart limit is reached: {len(self._lately)} within {window:g} s (max_restarts={most}, "
+                f"restart_window={window:g})"
             )
         self._lately.append(now)
         self.count += 1
@@ -171,11 +171,14 @@ class Rebuilds:
 
     def _set_up(self, env: Any, plan: Any) -> str | None:
         if plan.compact:
-            return "compact_obs needs whole rows, and the step in which an env raises is no frame"
+            return "compact_obs needs whole rows, but a step in which an env raises makes no frame"
         if not plan.reset_when_done:
-            return "reset_when_done=False lets lanes rest, and one that was made anew would not be told apart"
+            return "reset_when_done=False lets lanes rest, and a rebuilt lane could not be told from one that rests"
         if plan.deterministic:
-            return "deterministic=True has a lane go on exactly where it was, which an env that was made anew is not"
+            return (
+                "deterministic=True makes a lane continue exactly where it was, but a rebuilt env cannot resume "
+                "exactly where the old one was"
+            )
         if env.reports_cuts or env.rebuild_lanes(self._replace):
             return None
         return env.why_not_rebuilt()  # type: ignore[no-any-return]
@@ -196,5 +199,5 @@ def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePol
         raise WrongArgument("restart_window must be a number of seconds, got None")
     function("on_restart", tell)
     if tell is not None and action == "raise":
-        raise UsageError("on_restart is never called where on_failure='raise'; give 'restart' or 'drop'")
+        raise UsageError("on_restart is never called with on_failure='raise'; give 'restart' or 'drop'")
     return FailurePolicy(action, most, window, tell)

@@ -159,7 +159,7 @@ class WeightSyncScheme:
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         unknown = [w for w in ids or () if w not in sender]
         if unknown:
-            raise UsageError(f"there is no worker {unknown[0]}; they are {sender.workers()}")
+            raise UsageError(f"there is no worker {unknown[0]}; the workers are {sender.workers()}")
         given = self.first if weights is None else weights
         if ids is None:
             per_worker = by_worker(given)
@@ -213,7 +213,7 @@ class WeightSyncScheme:
             raise WrongState(
                 "connect() comes after init_on_sender() or init_on_receiver()"
                 if self.transport in _LINKED
-                else f"{type(self).__name__} is for a collector, which connects its workers itself"
+                else f"{type(self).__name__} works only inside a collector, which connects its workers itself"
             )
         else:
             first = self.first if weights is None else weights
@@ -404,8 +404,8 @@ class _NameOnlyTransport:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
-            f"{type(self).__name__} is no object of its own here: a collector carries weights itself, as its "
-            f"weight_sync_schemes say; between processes of your own, a scheme does (init_on_sender, connect, send)"
+            f"{type(self).__name__} cannot be created: give a weight sync scheme to the collector, or use the "
+            f"scheme's init_on_sender, connect and send between processes of your own"
         )
 
 

@@ -317,4 +317,4 @@ def test_processes_inside_workers_are_refused():
 def test_a_collector_without_workers_takes_it_too():
     with Collector(SerialEnv(2, cart_pole), None, frames_per_batch=4, workers="inline") as collector:
         assert collector.next().numel() == 4
-        assert collector.stacks() == {"worker 0 (in this process)": "(nobody collects right now)"}
+        assert collector.stacks() == {"worker 0 (in this process)": "(no batch is being collected)"}

@@ -276,7 +276,7 @@ def test_policies_made_in_the_workers():
         [lambda: CountingEnv((9,), 0)] * 2, policy_factory=[make(1.0), make(2.0)], frames_per_batch=4
     )
     assert c.next()["action"][..., 0].tolist() == [[1.0] * 2, [2.0] * 2]
-    with pytest.raises(WrongState, match="nothing to take weights from"):
+    with pytest.raises(WrongState, match="no weights to send"):
         c.update_policy_weights_()
     c.update_policy_weights_({"weight": torch.tensor([4.0])})
     assert (c.next()["action"] == 4).all()

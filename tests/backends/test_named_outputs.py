@@ -191,7 +191,7 @@ def test_names_that_come_and_go_are_named(change, said):
         (lambda o: {"value": o}, UsageError, r"\['value'\] but not the env's action \['action'\]"),
         (lambda o: Out(o[..., :1], "high", {}), SpecMismatch, "'value' as str"),
         (lambda o: {"action": o[..., :1], "value": o.sum()}, SpecMismatch, "'value' of shape"),
-        (lambda o: {"action": o[..., :1], "reward": o}, SpecMismatch, "'reward', which is the name"),
+        (lambda o: {"action": o[..., :1], "reward": o}, SpecMismatch, "'reward', a name"),
         (lambda o: {"action": o[..., :1], 3: o}, SpecMismatch, "3"),
     ],
 )

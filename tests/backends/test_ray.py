@@ -498,7 +498,11 @@ def test_wrong_arguments():
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 0, "collector_class": "sync"}),
         (UsageError, "'sync'", {"collector_class": "synk"}),
         (TypeError, "collector_class", {"collector_class": ReplayBuffer}),
-        (UsageError, "Own defines rollout, which workers would never call", {"collector_class": type("Own", (Collector,), {"rollout": print})}),
+        (
+            UsageError,
+            "Own defines rollout, which workers would never call",
+            {"collector_class": type("Own", (Collector,), {"rollout": print})},
+        ),
         (UsageError, "use_env_creator", {"use_env_creator": True}),
         (UsageError, "weight_recv_schemes", {"weight_recv_schemes": {"policy": RayWeightSyncScheme()}}),
         (UsageError, "max_weight_update_interval", {"max_weight_update_interval": 0}),

@@ -158,7 +158,7 @@ def test_episodes_nobody_asks_for_are_kept_up_to_a_limit_and_counted(monkeypatch
     log = EpisodeLog()
     for t in range(25):
         log.add(rows([float(t)]))
-    with pytest.warns(UserWarning, match="15 episodes were forgotten"):
+    with pytest.warns(UserWarning, match="15 episodes were dropped"):
         found = log.records()
     assert [one["return"] for one in found] == list(map(float, range(15, 25)))
     log.add(rows([100.0]))

@@ -236,7 +236,7 @@ def test_calls_in_the_wrong_order():
         scheme.init_on_receiver(model_id="policy")
     ray = RayWeightSyncScheme()
     ray.init_on_sender(model=EchoPolicy())
-    with pytest.raises(WrongState, match="RayWeightSyncScheme is for a collector"):
+    with pytest.raises(WrongState, match="RayWeightSyncScheme works only inside a collector"):
         ray.connect()
 
 
@@ -299,7 +299,7 @@ def test_strategies_of_tensordicts_and_dicts():
     strategy.apply_weights(td, weights)
     strategy.apply_weights(plain, weights)
     assert td["0", "weight"].item() == plain["0.weight"].item() == 1
-    with pytest.raises(KeyError, match="'wrong', which the policy has not"):
+    with pytest.raises(KeyError, match="'wrong', which the policy does not have"):
         strategy.apply_weights(nn.Linear(1, 1), {"wrong": torch.ones(1)})
     with pytest.raises(UsageError, match="strategy must be"):
         WeightStrategy("pickle")
@@ -318,5 +318,5 @@ def test_a_transport_over_queues():
     for queue in (weights, answers):
         queue.close()
         queue.join_thread()
-    with pytest.raises(UsageError, match="a collector carries weights itself"):
+    with pytest.raises(UsageError, match="give a weight sync scheme to the collector"):
         SharedMemTransport()

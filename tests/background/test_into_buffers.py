@@ -242,7 +242,7 @@ def test_wrong_calls_on_workers():
     with pytest.raises(UsageError, match="max_lag"):
         make("async", buffer(), max_lag=1)
     stays = threading.Lock()
-    with pytest.raises(UsageError, match="postproc.*is a lock of threads"):
+    with pytest.raises(UsageError, match="postproc.*is a threading lock"):
         make("sync", buffer(), postproc=lambda batch: stays and batch)
     collector = make("sync", buffer())
     with pytest.raises(WrongState, match="rollout"):

@@ -62,15 +62,15 @@ def collected(name, make=Collector, env=None, **options):
     ["done", "terminated", "truncated", "reward", "next", "action", "collector", "policy_version", "_frame", "_ready"],
 )
 def test_names_every_batch_has(name):
-    with pytest.raises(SpecMismatch, match=f"'{name}' has the name of something else in a batch; rename it"):
+    with pytest.raises(SpecMismatch, match=f"'{name}' has a name that a batch uses for something else; rename it"):
         collected(name)
 
 
 def test_lanes_that_come_as_they_are_ready_are_told_by_two_names():
     for name in ("env_index", "_ready"):
-        with pytest.raises(SpecMismatch, match=f"'{name}' has the name of something else in a batch; rename it"):
+        with pytest.raises(SpecMismatch, match=f"'{name}' has a name that a batch uses for something else; rename it"):
             collected(name, AsyncBatchedCollector, [named(name)] * 2)
-        with pytest.raises(SpecMismatch, match=f"'{name}' has the name of something else in a batch; rename it"):
+        with pytest.raises(SpecMismatch, match=f"'{name}' has a name that a batch uses for something else; rename it"):
             AsyncEnvPool([named(name)] * 2)
 
 

@@ -131,11 +131,11 @@ def test_wrong_calls_say_what_to_do():
         with pytest.raises(WrongState, match="async_step_recv waits for 1 answers, but 0 were sent for"):
             pool.async_step_recv()
         pool.async_step_send(actions([0.0]), env_index=1)
-        with pytest.raises(WrongState, match="env 1 is under way already"):
+        with pytest.raises(WrongState, match="env 1 has not been received since it was sent to"):
             pool.async_step_send(actions([0.0]), env_index=1)
         with pytest.raises(WrongState, match="waits for 2 answers, but 1 were sent for"):
             pool.async_step_recv(min_get=2)
-        with pytest.raises(WrongState, match=r"reset\(\) is for all envs, but env 1 is under way"):
+        with pytest.raises(WrongState, match=r"reset\(\) is for all envs, but env 1 has not been received"):
             pool.reset()
         pool.async_step_recv()
         with pytest.raises(UsageError, match=r"env_index must hold numbers between 0 and 3, got \[4\]"):
@@ -160,7 +160,7 @@ def test_wrong_calls_say_what_to_do():
         AsyncEnvPool([lambda: GymEnv("CartPole-v1"), lambda: GymEnv("Pendulum-v1")])
     with AsyncEnvPool([lambda: TorchEnv(TorchCartPole(3))]) as pool:
         pool.reset()
-        with pytest.raises(UsageError, match="envs 0 to 2 step all at once"):
+        with pytest.raises(UsageError, match="envs 0 to 2 can only be stepped together"):
             pool.async_step_send(TensorDict({"action": torch.zeros(1, dtype=torch.int64)}, [1]), env_index=0)
 
 
@@ -199,7 +199,7 @@ def test_recv_gives_up_in_time_and_loses_nothing(backend, threads, tmp_path):
             with pytest.raises(NotReady, match="for 1 answers, 0 came"):
                 recv(env_index=1, timeout=0)
             assert recv(timeout=0)["env_index"].tolist() == [0]
-            with pytest.raises(WrongState, match="env 1 is under way already"):
+            with pytest.raises(WrongState, match="env 1 has not been received since it was sent to"):
                 pool.async_reset_send(env_index=1)
             gate.touch()
             back = recv(timeout=30)

@@ -37,7 +37,7 @@ def test_a_send_that_is_refused_changes_nothing(where):
         pool.reset()
         for first, second in ((8.0, 800.0), (16.0, 1600.0)):
             pool.async_step_send(actions([first] * 3))
-            with pytest.raises(WrongState, match="env 0 is under way already"):
+            with pytest.raises(WrongState, match="env 0 has not been received since it was sent to"):
                 pool.async_step_send(actions([second] * 3))
             got = pool.async_step_recv(min_get=3)
             assert (got["action"] == first).all()
@@ -49,7 +49,9 @@ def test_actions_that_look_different_wait_until_all_is_received():
         pool.reset()
         pool.async_step_send(actions([8.0, 8.0]))
         (first,) = pool.async_step_recv(max_get=1)["env_index"].tolist()
-        with pytest.raises(WrongState, match="actions look different"):  # the other's answer lies there still
+        with pytest.raises(
+            WrongState, match="other shapes or types than those sent before"
+        ):  # the other's answer lies there still
             pool.async_step_send(actions([8.0], torch.float64), env_index=first)
         assert pool.async_step_recv()["next", "reward"].item() == 2.0
         pool.async_step_send(actions([8], torch.int64), env_index=first)
@@ -131,7 +133,7 @@ def test_an_env_that_was_never_begun_is_not_stepped():
     with AsyncEnvPool(makers()) as pool:
         pool.async_reset_send(env_index=[0])
         pool.async_reset_recv()
-        with pytest.raises(WrongState, match="env 1 has begun no episode; call reset"):
+        with pytest.raises(WrongState, match="env 1 has not begun an episode; call reset"):
             pool.async_step_send(actions([0.0] * 2), env_index=[0, 1])
 
 

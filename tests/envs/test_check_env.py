@@ -167,7 +167,7 @@ BROKEN = {
     "determinism": (variant(_observation=unseeded), "Two copies with the same seed .* differ at the first observation"),
     "close": (variant(close=raises), "close, called once, raised OSError"),
     "no space": (variant(observation_space=None), "The env has no observation_space"),
-    "text action": (variant(action_space=gym.spaces.Text(3), step=says_nothing), "reap has no form for it.*Text"),
+    "text action": (variant(action_space=gym.spaces.Text(3), step=says_nothing), "reap cannot adapt it.*Text"),
     "text": (
         variant(observation_space=gym.spaces.Text(3), _observation=lambda self: "abcd"),
         "observation = 'abcd', which is not in its space Text",
@@ -192,7 +192,7 @@ def test_other_wrong_things():
         check_env(CountingEnv())
     with pytest.raises(AssertionError, match="The factory raised ZeroDivisionError"):
         check_env(lambda: 1 / 0)
-    with pytest.raises(AssertionError, match="The factory returned int, which is no kind of env that reap knows"):
+    with pytest.raises(AssertionError, match="The factory returned int, which is not an env that reap supports"):
         check_env(lambda: 3)
     import threading
 
@@ -368,7 +368,7 @@ BROKEN_ROWS = {
     "nan": (lambda: TorchEnv(WalksIntoNothing()), "'observation' has NaN in it"),
     "seed": (lambda: TorchEnv(WalksUnseeded()), r"Two copies with the same seed \(7\) and actions differ"),
     "resets": (lambda: TorchEnv(ResetsInside()), r"resets itself inside step.*reap calls reset\(mask\)"),
-    "unwrapped": (Walk, r"Walk, which is no kind of env that reap knows; .*wrap it, TorchEnv\(Walk\(…\)\)"),
+    "unwrapped": (Walk, r"Walk, which is not an env that reap supports; .*wrap it, TorchEnv\(Walk\(…\)\)"),
     "shared": (lambda: TorchEnv(WalksTogether()), "Copies share state"),
     "chain": (Drifts, "the row of step 0 ends with another 'observation' than the next row"),
     "flags": (NeverOver, "done'.* is not what terminated and truncated say together"),

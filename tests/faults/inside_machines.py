@@ -152,7 +152,7 @@ def test_a_link_that_stays_cut(make, kind):
         link("a", "down")
         until = time.monotonic() + LOST + PROMISED + ROOM
         try:
-            with within(LOST + PROMISED + ROOM), pytest.raises(WorkerDied, match="no sign of life") as caught:
+            with within(LOST + PROMISED + ROOM), pytest.raises(WorkerDied, match="sent no heartbeat") as caught:
                 while True:
                     c.update_policy_weights_()
                     c.next()

@@ -101,9 +101,9 @@ def test_a_worker_that_was_dropped_is_named():
         c.next()
         os.kill(pids(c)[0], signal.SIGKILL)
         c.next()
-        with pytest.raises(WrongState, match=r"worker 0 has failed and was dropped; there are workers 1, 2"):
+        with pytest.raises(WrongState, match=r"worker 0 has failed and was dropped; the remaining workers are 1, 2"):
             c.get_cached_weights(worker=0)
-        with pytest.raises(UsageError, match=r"there is no worker 3; they are 0 to 2"):
+        with pytest.raises(UsageError, match=r"there is no worker 3; the workers are 0 to 2"):
             c.get_cached_weights(worker=3)
         assert float(c.get_cached_weights(worker=2)["weight"]) == 1.0
         first, second = c.explain().split("workers ")[1:]

@@ -155,7 +155,7 @@ def test_one_that_takes_no_weights_is_in_the_log_where_there_is_no_timeout(optio
             assert c.policy_version == version + 1
     finally:
         logging.getLogger("reap").removeHandler(handler)
-    assert f"worker 1 (pid {worker} at 127.0.0.1), which is to take new weights, sent nothing for" in told[0]
+    assert f"worker 1 (pid {worker} at 127.0.0.1), which has to load new weights, sent nothing for" in told[0]
 
 
 def test_max_lag_holds_between_machines(options):
@@ -178,7 +178,7 @@ def test_max_lag_holds_between_machines(options):
 def test_who_is_not_let_in(options, secret, port, tmp_path, capfd):
     other, opened, short = tmp_path / "other", tmp_path / "opened", tmp_path / "short"
     new_secret(other)
-    with pytest.raises(UsageError, match="left as it is"):
+    with pytest.raises(UsageError, match="was not changed"):
         new_secret(other)
     opened.write_text("x" * 64)
     opened.chmod(0o644)
@@ -189,15 +189,15 @@ def test_who_is_not_let_in(options, secret, port, tmp_path, capfd):
             read_secret(path)
     c = collect(DistributedCollector, [healthy(), healthy(1)], **options)
     assert join(["--address", f"127.0.0.1:{port}", "--secret-file", str(other)]) == 1
-    assert "refused us" in capfd.readouterr().err
+    assert "refused the connection" in capfd.readouterr().err
     assert c.next().numel() == 8
     c.shutdown()
     assert join(["--address", "127.0.0.1:1", "--secret-file", str(other), "--patience", "0.1"]) == 1
-    assert "nobody listens at 127.0.0.1:1" in capfd.readouterr().err
+    assert "no collector listens at 127.0.0.1:1" in capfd.readouterr().err
 
 
 def test_nobody_comes(secret):
-    with no_leaks(), within(SOON), pytest.raises(WorkerDied, match=r"0 of 1 workers came to 127.0.0.1:\d+"):
+    with no_leaks(), within(SOON), pytest.raises(WorkerDied, match=r"only 0 of 1 workers connected to 127.0.0.1:\d+"):
         collect(DistributedCollector, [healthy()], launcher=None, secret_file=secret, join_timeout=0.5)
 
 

@@ -124,7 +124,7 @@ def test_a_node_that_is_lost_and_one_that_comes(kind, options, secret, port):
         while not told or batch.origin.worker != lost:
             batch = c.next()
         assert [one.worker for one in told] == [lost]
-        assert "is out of reach: it hung up" in str(told[0].cause)
+        assert "is out of reach: it closed the connection" in str(told[0].cause)
         assert torch.equal(batch["action"], 2 * (batch["observation"] * policy.mix).sum(-1, keepdim=True))
         assert bool(batch["collector", "cut"][0])
     first.join()
@@ -162,11 +162,13 @@ def test_nobody_comes_in_its_place(options, secret, port):
     )
     c.next()
     node.lose()
-    words = r"no node came to 127.0.0.1:\d+ within 3 s \(join_timeout\); nobody here can start another"
+    words = (
+        r"no node connected to 127.0.0.1:\d+ within 3 s \(join_timeout\); no node is available to start a replacement"
+    )
     with pytest.raises(WorkerDied, match=words) as caught:
         while True:
             c.next()
-    assert "is out of reach: it hung up" in str(caught.value.__cause__)
+    assert "is out of reach: it closed the connection" in str(caught.value.__cause__)
     assert c.closed
     assert not told
 
@@ -258,5 +260,5 @@ def test_a_job_that_is_gone_is_submitted_again(tmp_path):
 def test_a_torch_that_introduces_nobody(monkeypatch):
     """Without the private name there is no replacing, and it is said why."""
     monkeypatch.setattr(torch_internals, "can_introduce_rpc_agents", lambda: False)
-    with pytest.raises(UsageError, match="on_failure='restart'.*RPC lets no agent join"):
+    with pytest.raises(UsageError, match="on_failure='restart'.*RPC cannot replace an agent"):
         collect(RPCCollector, [healthy()], on_failure="restart")

@@ -128,7 +128,7 @@ def test_a_reset_that_raises_cuts_nothing(tmp_path):
 @pytest.mark.parametrize("kind", [here, parallel, threads, workers])
 def test_too_often(kind):
     makers = [healthy(), lambda: FaultyEnv(CountingEnv((3, 1, 5), 1), at=7, fault="raise"), healthy(2), healthy(3)]
-    words = r"an injected fault.*3 workers were started again.*max_restarts=3"
+    words = r"an injected fault.*the restart limit is reached: 3 within.*max_restarts=3"
     with kind(makers, on_failure="restart", max_restarts=3) as c, pytest.raises(WorkerRaised, match=words):
         list(c)
 
@@ -188,13 +188,13 @@ def test_into_a_buffer_in_the_background(tmp_path):
 
 def test_a_collector_here_says_why_it_cannot(tmp_path):
     for env, options, words in (
-        (CountingEnv((3,)), {}, "give a factory of Gymnasium envs"),
+        (CountingEnv((3,)), {}, "use a factory of Gymnasium envs"),
         (healthy(), {"compact_obs": True}, "compact_obs needs whole rows"),
         (healthy(), {"reset_when_done": False}, "lets lanes rest"),
         (healthy(), {"deterministic": True}, "exactly where it was"),
         (healthy(), {"failure_dir": str(tmp_path)}, "no failure_dir"),
     ):
-        with pytest.raises(UsageError, match=f"on_failure='restart' makes envs that raise anew.*{words}"):
+        with pytest.raises(UsageError, match=f"on_failure='restart' rebuilds the env of a lane that raised.*{words}"):
             Collector(env, EchoPolicy(), frames_per_batch=8, on_failure="restart", **options)
     with pytest.raises(UsageError, match=r"on_failure='drop' needs several workers"):
         Collector(healthy(), EchoPolicy(), frames_per_batch=8, on_failure="drop")

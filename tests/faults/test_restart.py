@@ -182,7 +182,9 @@ def test_too_many_restarts_are_told_with_the_cause():
             raise RuntimeError("broken for good")
 
     c = collect(MultiSyncCollector, [healthy(), Always], on_failure="restart", max_restarts=3)
-    with pytest.raises(WorkerRaised, match=r"worker 1.*broken for good.*3 workers were started again") as caught:
+    with pytest.raises(
+        WorkerRaised, match=r"worker 1.*broken for good.*the restart limit is reached: 3 within"
+    ) as caught:
         c.next()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert c.closed
@@ -217,7 +219,9 @@ def test_the_limit_that_was_reached_is_the_one_that_is_told(parallel, tmp_path):
         c = Collector(ParallelEnv(1, NeverAgain, **options), EchoPolicy(), frames_per_batch=8)
     else:
         c = collect(MultiSyncCollector, [NeverAgain], **options)
-    with pytest.raises(WorkerRaised, match="the simulator is gone.*10 in a row.*never there") as caught:
+    with pytest.raises(
+        WorkerRaised, match="the simulator is gone.*10 replacements in a row failed before they were ready"
+    ) as caught:
         c.next()
     assert "max_restarts" not in str(caught.value)
 
@@ -403,7 +407,7 @@ def test_a_parallel_env_by_hand_is_refused():
     """Nobody would be told that a lane was cut."""
     env = ParallelEnv(2, healthy(), on_failure="restart")
     td = env.reset()
-    with pytest.raises(UsageError, match="only a collector"):
+    with pytest.raises(UsageError, match="Only a collector"):
         env.step(env.rand_action(td))
     env.close()
 

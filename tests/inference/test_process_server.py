@@ -62,7 +62,7 @@ def test_the_policy_acts_elsewhere_and_learns():
                 assert (td["action"].item(), td["policy_version"].item()) == (5.0, version)
             stats = server.stats()
             assert (stats["requests"], stats["clients"], stats["policy_version"]) == (4, 2, 3)
-            with pytest.raises(SpecMismatch, match="which the policy has not"):
+            with pytest.raises(SpecMismatch, match="which the policy does not have"):
                 server.update_policy_weights_({"wight": torch.tensor(1.0)})
             with pytest.raises(WrongArgument, match="weights must be given"):
                 server.update_policy_weights_(None)

@@ -532,7 +532,10 @@ def test_bad_arguments_are_named():
         InferenceServer(Scale(), in_keys="observation")
     with pytest.raises(WrongArgument, match="device must name a device, got 'nope'"):
         InferenceServer(Scale(), device="nope")
-    with InferenceServer(Scale()) as server, pytest.raises(WrongArgument, match="a client takes a TensorDict, got Tensor"):
+    with (
+        InferenceServer(Scale()) as server,
+        pytest.raises(WrongArgument, match="a client takes a TensorDict, got Tensor"),
+    ):
         server.client()(torch.zeros(4))
     with InferenceServer(Scale()) as server, pytest.raises(UsageError, match="'thread' or 'process', got 'ray'"):
         server.client("ray")

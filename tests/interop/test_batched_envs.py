@@ -308,7 +308,7 @@ def test_texts_larger_than_a_pipe_come_through():
 
 @pytest.mark.parametrize("kind", sorted(FRAMES - WORDS))
 def test_what_has_no_fixed_shape_is_refused_by_name(kind):
-    with pytest.raises(UsageError, match="has no fixed shape .* take SerialEnv, or a collector with workers"):
+    with pytest.raises(UsageError, match="has no fixed shape .* use SerialEnv, or a collector with workers"):
         AsyncBatchedCollector([ENVS[kind]] * 2, lambda td: td, frames_per_batch=8, env_backend="threading")
 
 

@@ -332,7 +332,7 @@ def test_code_of_the_users_own_that_comes_later_is_torchrls(change, name):
 
     (theirs, *_), (ours, _, lanes) = (collected(cls, make, between=change) for cls in (TheirCollector, Collector))
     assert all(torch.equal(a[key], b[key]) for a, b in zip(theirs, ours) for key in a.keys(True, True))
-    assert lanes.why == f"{name} is none of the transforms reap can replay"
+    assert lanes.why == f"{name} is not a transform that reap can replay"
 
 
 def doubled(env):

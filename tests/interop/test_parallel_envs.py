@@ -412,16 +412,16 @@ def beside_one_that_cannot_be():
     ("make", "why"),
     [
         (used, "its workers were running already"),
-        (hooked, "somebody has replaced one of its methods"),
-        (lambda: parallel(counted, lanes=2), "Timer is none of the transforms reap can replay"),
-        (lambda: TransformedEnv(parallel(counted, lanes=2), InitTracker()), "Timer is none of the transforms"),
+        (hooked, "one of its methods has been replaced"),
+        (lambda: parallel(counted, lanes=2), "Timer is not a transform that reap can replay"),
+        (lambda: TransformedEnv(parallel(counted, lanes=2), InitTracker()), "Timer is not a transform"),
         (lambda: OwnParallel(2, functools.partial(gym_env, "CartPole-v1"), mp_start_method="fork"), "TorchRL steps it"),
         (
             lambda: TransformedEnv(parallel(functools.partial(gym_env, "CartPole-v1"), lanes=2), Timer()),
-            "Timer is none of the transforms reap can replay",
+            "Timer is not a transform that reap can replay",
         ),
-        (counts_twice, "writes ['step_count'], which its workers carry"),
-        (beside_one_that_cannot_be, "Timer is none of the transforms reap can replay"),
+        (counts_twice, "writes ['step_count'], which its workers keep as their own state"),
+        (beside_one_that_cannot_be, "Timer is not a transform that reap can replay"),
     ],
     ids=[
         "used",
@@ -492,7 +492,9 @@ def test_a_primer_that_stays_with_torchrl(how):
     make = remembering if how == "around" else drawing
     env = parallel(make, lanes=2)
     collector, _ = in_processes(TransformedEnv(env, VecNorm(in_keys=["observation"])) if how == "around" else env)
-    assert ("put the primer around it" if how == "around" else "draws first values there") in collector.explain()
+    assert (
+        "put the primer around it" if how == "around" else "draws random initial values there"
+    ) in collector.explain()
     collector.shutdown()
     assert not children()
 

@@ -101,7 +101,7 @@ def test_parallel_envs_are_left_to_torchrl(monkeypatch):
 
     monkeypatch.setattr(torchrl_internals, "PARALLEL", (*torchrl_internals.PARALLEL, "_gone"))
     told, batch = collected(ParallelEnv)
-    assert "this version of TorchRL has its workers in another way" in told
+    assert "this version of TorchRL manages its workers differently" in told
     _, usual = collected(SerialEnv)
     assert {*batch.keys(True, True)} == {*usual.keys(True, True)}
     assert (batch == usual).all()

@@ -153,7 +153,7 @@ def test_a_full_disk(tmp_path):
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(NoSpace, match="does not fit on the disk; those before it are whole"):
+        with pytest.raises(NoSpace, match="does not fit on the disk; earlier ones are undamaged"):
             checkpoint.save(tmp_path, n=2, numbers=torch.zeros(1_000_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -166,7 +166,7 @@ def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path):
     checkpoint.save(tmp_path, first=nn.Linear(3, 2), second=nn.Linear(5, 5))
     first, second = nn.Linear(3, 2), nn.Linear(4, 4)
     before = first.weight.clone()
-    with pytest.raises(UsageError, match="(?s)second does not take what .*; nothing was loaded"):
+    with pytest.raises(UsageError, match="(?s)second rejected its state from .*; nothing was loaded"):
         checkpoint.load(tmp_path, first=first, second=second)
     assert torch.equal(first.weight, before)
 
@@ -196,7 +196,7 @@ def test_names_that_lead_elsewhere(name, tmp_path):
     about["files"] = {name: about["files"]["n"]}
     (place / "checkpoint.json").unlink()
     write_manifest(place / "checkpoint.json", about)
-    with pytest.raises(CorruptState, match="names files that are no checkpoint's"):
+    with pytest.raises(CorruptState, match="names invalid files"):
         checkpoint.load(tmp_path)
 
 
@@ -209,7 +209,7 @@ def test_wrong_arguments(tmp_path):
         checkpoint.save(tmp_path, keep=-1, n=1)
     with pytest.raises(WrongArgument, match="policy is a function: it has no state_dict"):
         checkpoint.save(tmp_path, policy=lambda: 0)
-    with pytest.raises(UsageError, match="holds no checkpoint: it is no directory"):
+    with pytest.raises(UsageError, match="holds no checkpoint: it is not a directory"):
         checkpoint.load(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="holds no checkpoint"):

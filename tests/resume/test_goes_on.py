@@ -123,15 +123,15 @@ def test_an_env_that_cannot_say_begins_anew_and_the_state_says_so():
 def test_lanes_that_come_as_they_are_ready_begin_anew_and_the_state_says_so():
     with AsyncBatchedCollector([gym_lanes("CartPole-v1", 1)] * 2, Samples(4, choices=2), frames_per_batch=8) as c:
         c.next()
-        assert "as they are ready" in c.state_dict()["resume"]["why"]
+        assert "lanes are asynchronous" in c.state_dict()["resume"]["why"]
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"lanes": 5}, "is of 5 lanes, and there are 2 here"),
+        ({"lanes": 5}, "was saved with 5 lanes, this worker has 2"),
         ({"format": 99}, "has format 99"),
-        ({"current": [torch.zeros(2, 9)]}, "is of another env"),
+        ({"current": [torch.zeros(2, 9)]}, "was saved from another env"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change, told):

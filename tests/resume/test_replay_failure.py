@@ -123,7 +123,7 @@ def test_an_env_in_a_process_begins_with_its_seed(tmp_path):
 def test_a_repaired_env_does_not_fail(tmp_path, monkeypatch):
     error = failing(MAKERS["single"](failure_dir=tmp_path))
     monkeypatch.setattr(Cracks, "step", lambda self, action: (self._seen(), 1.0, False, False, {}))
-    with pytest.raises(WrongState, match="nothing was raised this time, though there it was: .*over the edge"):
+    with pytest.raises(WrongState, match="the env raised nothing this time; the recorded failure was: .*over the edge"):
         replay_failure(error.failure_file, trusted=True)
 
 
@@ -152,13 +152,13 @@ def test_a_full_or_forbidden_place_does_not_hide_the_error(tmp_path, caplog):
 def test_wrong_calls(tmp_path):
     with pytest.raises(UsageError, match="failure_dir"):
         MAKERS["single"](failure_dir=3)
-    with pytest.raises(UsageError, match="as they are ready"):
+    with pytest.raises(UsageError, match="asynchronous lanes"):
         AsyncBatchedCollector([lambda: GymEnv(Cracks())] * 2, EchoPolicy(), frames_per_batch=8, failure_dir=tmp_path)
     error = failing(MAKERS["single"](failure_dir=tmp_path))
     with pytest.raises(UsageError, match="trusted=True"):
         replay_failure(error.failure_file)
     (tmp_path / "no.pt").write_bytes(b"no")
-    with pytest.raises(CorruptState, match="is no failure"):
+    with pytest.raises(CorruptState, match="is not a failure"):
         replay_failure(tmp_path / "no.pt", trusted=True)
     with pytest.raises(FileNotFoundError):
         replay_failure(tmp_path / "none.pt", trusted=True)

@@ -130,15 +130,19 @@ KINDS = {
     "selector": (lambda path: selectors.DefaultSelector(), "selectors.EpollSelector", "make it inside the factory"),
     "program": (lambda path: program(), r"a program started here \(pid", "start it inside the factory"),
     "thread": (lambda path: nothing_to_close(threading.Thread(name="mine")), "a thread .'mine'", "start it inside"),
-    "lock": (lambda path: nothing_to_close(threading.Lock()), "a lock of threads", "one of multiprocessing"),
-    "rlock": (lambda path: nothing_to_close(threading.RLock()), "a lock of threads", "one of multiprocessing"),
-    "event": (lambda path: nothing_to_close(threading.Event()), "threading.Event", "one of multiprocessing"),
-    "queue": (lambda path: nothing_to_close(queue.Queue()), "queue.Queue, of threads", "one of multiprocessing"),
+    "lock": (lambda path: nothing_to_close(threading.Lock()), "a threading lock", "the one from multiprocessing"),
+    "rlock": (lambda path: nothing_to_close(threading.RLock()), "a threading lock", "the one from multiprocessing"),
+    "event": (lambda path: nothing_to_close(threading.Event()), "threading.Event", "the one from multiprocessing"),
+    "queue": (lambda path: nothing_to_close(queue.Queue()), "queue.Queue for threads", "the one from multiprocessing"),
     "generator": (lambda path: nothing_to_close(n for n in "abc"), "the generator .*genexpr", "give the function"),
     "pointer": (lambda path: nothing_to_close(ctypes.pointer(ctypes.c_int(3))), "a pointer", "make it inside"),
     "database": (lambda path: contextlib.closing(sqlite3.connect(":memory:")), "a database", "connect inside"),
     "logging": (lambda path: contextlib.closing(logging.FileHandler(path)), "logging.FileHandler", "add the handler"),
-    "executor": (lambda path: ThreadPoolExecutor(1), "ThreadPoolExecutor, whose workers are here", "make it inside"),
+    "executor": (
+        lambda path: ThreadPoolExecutor(1),
+        "ThreadPoolExecutor, whose workers belong to this process",
+        "make it inside",
+    ),
     "history": (
         lambda path: nothing_to_close((torch.ones(1, requires_grad=True) * 2).share_memory_()),
         "Tensor",
@@ -211,7 +215,7 @@ def test_what_cannot_travel_is_refused_with_the_way_to_it(kind, tmp_path):
 def test_a_global_of_the_script_is_found():
     space = {"__name__": "__main__", "log": threading.Lock()}
     exec("def make():\n    return inner()\ndef inner():\n    return log", space)
-    with pytest.raises(UsageError, match="make → global variable 'inner' → global variable 'log' is a lock of threads"):
+    with pytest.raises(UsageError, match="make → global variable 'inner' → global variable 'log' is a threading lock"):
         pack(space["make"], "make")
 
 
@@ -219,7 +223,7 @@ def test_what_is_shared_is_refused_with_the_way_to_it_where_it_has_to_leave_the_
     for thing in (multiprocessing.Pipe()[0], multiprocessing.get_context("spawn").Lock(), socket.socket()):
         with contextlib.closing(thing) if hasattr(thing, "close") else contextlib.nullcontext():
             pack(Holder(thing), "policy")
-            with pytest.raises(UsageError, match="policy → attribute 'held' is .*processes of this machine only"):
+            with pytest.raises(UsageError, match="policy → attribute 'held' is .*processes of this machine"):
                 dumps(Holder(thing), "policy")
 
 
@@ -247,7 +251,7 @@ def test_nobody_else_s_pickling_is_changed(tmp_path):
 
 
 def test_lanes_name_the_part_of_the_users_factory():
-    with pytest.raises(UsageError, match="process: create_env_fn → argument 'lock' is a lock of threads"):
+    with pytest.raises(UsageError, match="process: create_env_fn → argument 'lock' is a threading lock"):
         ParallelEnv(2, functools.partial(CountingEnv, lock=threading.Lock()))
-    with pytest.raises(UsageError, match="process: create_env_kwargs → item 'lock' is a lock of threads"):
+    with pytest.raises(UsageError, match="process: create_env_kwargs → item 'lock' is a threading lock"):
         ParallelEnv(2, CountingEnv, create_env_kwargs={"lock": threading.Lock()})

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from reap.errors import WrongState
 
 _HINT = (
-    "there is no terminal in this process. Run the workers in yours while you debug: give the collector "
-    "workers='inline' (same data, one worker after another); in place of ParallelEnv take SerialEnv"
+    "there is no terminal in this process. Run the workers in your own process while you debug: give the "
+    "collector workers='inline' (same data, one worker after another); use SerialEnv instead of ParallelEnv"
 )
 _OF_A_TERMINAL = ("", "pdb.set_trace", "ipdb.set_trace", "ray.util.rpdb._driver_set_trace")
 

@@ -43,8 +43,8 @@ def _tell() -> None:
     global _owner
     parent, _owner = _owner, os.getpid()
     why = (
-        f"it belongs to process {parent}, and this is a fork of it (process {os.getpid()}), which would take what is "
-        f"its parent's; make one here, after the fork"
+        f"it belongs to process {parent}; this is a fork of it (process {os.getpid()}), which must not use "
+        f"its parent's workers. Create a new one here, after the fork"
     )
     things = list(_guarded)
     _guarded.clear()

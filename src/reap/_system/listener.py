@@ -59,7 +59,7 @@ def dial(address: Address, secret: bytes, service: str, patience: float = PATIEN
         # BlockingIOError: the queue of a Unix socket is full
         except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError, BlockingIOError, _HungUp) as error:
             if time.monotonic() + _PAUSE >= until:
-                raise Refused(f"{_address_text(address)} hung up on us: {error}") from None
+                raise Refused(f"{_address_text(address)} closed the connection: {error}") from None
             time.sleep(_PAUSE / 4 + _PAUSE * secrets.randbelow(100) / 100)  # not all at once
 
 
@@ -70,7 +70,9 @@ def _dial(address: Address, secret: bytes, service: str, until: float) -> Visito
         connection.sendall(ours + _proof(secret, b"visitor", theirs, ours, name) + name)
         proof = _receive_exactly(connection, _PROOF)
         if proof == _REFUSAL:
-            raise Refused(f"{_address_text(address)} refused us: it has another secret, or no {service!r} for us")
+            raise Refused(
+                f"{_address_text(address)} refused the connection: different secret, or no service {service!r}"
+            )
         if not hmac.compare_digest(proof, _proof(secret, b"door", theirs, ours, name)):
             raise Refused(f"{_address_text(address)} does not know the secret")
         host = address[0] if isinstance(address, tuple) else ""
@@ -114,7 +116,7 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         piece = connection.recv(size - len(data))
         if not piece:
-            raise _HungUp("the other side hung up")
+            raise _HungUp("the other side closed the connection")
         data += piece
     return data
 
@@ -172,7 +174,7 @@ class Listener:
         self._dropped, self._flood_logged, self._error_logged = 0, 0.0, 0.0  # when each was last logged
         self._paused: float | None = None  # time until which no connection is accepted
         self._open = True
-        with contextlib.ExitStack() as made, limits_as_worker_died(f"what listens at {self._address}"):
+        with contextlib.ExitStack() as made, limits_as_worker_died(f"the listener at {self._address}"):
             made.callback(listening.close)
             self._selector, self._wake, self._waker = woken_selector(made)
             self._selector.register(listening, selectors.EVENT_READ)
@@ -188,7 +190,7 @@ class Listener:
                 self._run_once()
             except Exception:  # whatever it was, other peers are waiting
                 if self._open:
-                    _log.exception("%s: a turn of the listening thread failed; it goes on", self._address)
+                    _log.exception("%s: an error in the listening thread, which continues", self._address)
                     time.sleep(_PAUSE)
         for stranger in list(self._strangers.values()):
             self._drop(stranger)
@@ -208,7 +210,7 @@ class Listener:
             elif key.fileobj in self._strangers:
                 self._receive(self._strangers[key.fileobj])
         for stranger in [one for one in self._strangers.values() if one.until <= now]:
-            self._refuse(stranger, f"it did not prove itself within {PATIENCE:.0f} s")
+            self._refuse(stranger, f"it did not prove that it knows the secret within {PATIENCE:.0f} s")
 
     def _accept(self) -> None:
         """Accept waiting connections, up to 16 at a time, so that those accepted before are read from in between."""
@@ -241,7 +243,7 @@ class Listener:
         """Accepting failed: drop strangers to free their descriptors, and try again in a moment."""
         if time.monotonic() - self._error_logged > _LOG_PAUSE:
             self._error_logged = time.monotonic()
-            _log.warning("%s: cannot accept a connection: %s; it is tried again", self._address, error)
+            _log.warning("%s: cannot accept a connection: %s; trying again", self._address, error)
         for stranger in list(self._strangers.values())[: _MAX_STRANGERS // 2]:
             self._drop(stranger)
         self._selector.unregister(self._listening)
@@ -255,8 +257,8 @@ class Listener:
         now = time.monotonic()
         if now - self._flood_logged > _LOG_PAUSE:
             _log.warning(
-                "%s: %d connections at a time have not proved that they know the secret; turned away so far: %d, of "
-                "them the last from %s",
+                "%s: %d connections at a time have not proved that they know the secret; refused so far: %d, "
+                "the last from %s",
                 self._address,
                 _MAX_STRANGERS,
                 self._dropped,
@@ -273,7 +275,7 @@ class Listener:
             self._refuse(stranger, str(error))
             return
         if not piece:
-            self._refuse(stranger, "the other side hung up")
+            self._refuse(stranger, "the other side closed the connection")
             return
         stranger.received += piece
         if len(stranger.received) == _NONCE + _PROOF + _NAME:
@@ -287,7 +289,7 @@ class Listener:
             return
         service = name.rstrip(b"\0").decode(errors="replace")
         if not self._knows(service):
-            self._refuse(stranger, f"there is no {service!r} here", say=True)
+            self._refuse(stranger, f"there is no service {service!r}", say=True)
             return
         connection = stranger.socket
         del self._strangers[connection]
@@ -314,7 +316,7 @@ class Listener:
                 self._serving[thread] = visitor.socket
         try:
             if crowded:
-                raise RuntimeError(f"{_MAX_STRANGERS} are being received already")
+                raise RuntimeError(f"{_MAX_STRANGERS} connections are being received already")
             thread.start()
         except RuntimeError as error:  # the system has no room for another thread
             with self._lock:

@@ -60,11 +60,11 @@ LEAVE = 2.0  # seconds a waiting thread has to return, when what it waits for is
 BOOT = 60.0  # seconds beyond the user's deadline for a child's first message: importing torch is not the user's code
 SOON = 0.5  # seconds a child that was found silent has, once it is told to end
 _ENDS = {
-    "SIGKILL": "was killed by SIGKILL (out of memory, or killed by somebody)",
+    "SIGKILL": "was killed by SIGKILL (out of memory, or killed by another process)",
     "SIGSEGV": "was killed by SIGSEGV (a crash in native code)",
-    "SIGTERM": "was ended by SIGTERM (somebody asked it to: a time limit, a job scheduler, or kill)",
-    "SIGHUP": "was ended by SIGHUP (somebody asked it to: a terminal that was closed, or kill)",
-    "SIGQUIT": "was ended by SIGQUIT (somebody asked it to)",
+    "SIGTERM": "was ended by SIGTERM (a time limit, a job scheduler, or kill)",
+    "SIGHUP": "was ended by SIGHUP (a closed terminal, or kill)",
+    "SIGQUIT": "was ended by SIGQUIT (sent by a terminal or another process)",
 }
 
 
@@ -185,7 +185,7 @@ class Child:
         if not self._pid:
             return "could not be started: the fork server has ended"
         if self._died_with_server:
-            return "was killed by SIGKILL, as the fork server was (out of memory, or killed by somebody)"
+            return "was killed by SIGKILL, like the fork server (out of memory, or killed by another process)"
         if code >= 0:
             text = self.stack()
             return text.partition("\n")[0] if text.startswith(NOT_UNPACKED) else f"exited with code {code}"

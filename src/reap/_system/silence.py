@@ -83,7 +83,7 @@ def silent_error(process: Any, seconds: float, timeout: float | None) -> WorkerS
 def log(who: str, seconds: float, stack: str) -> None:
     """Log that a worker or process is silent."""
     where = stack or "(it does not answer signals)"
-    text = "%s sent nothing for %.0f s; with timeout=None it is waited for. Its stack:\n%s"
+    text = "%s sent nothing for %.0f s; timeout=None waits without limit. Its stack:\n%s"
     record("slow", who, text, who, seconds, where)
 
 

@@ -103,8 +103,8 @@ class InlineBackend(Backend):
         if rebuilds is not None and why is not None:
             self.worker.close()
             raise UsageError(
-                f"on_failure='restart' makes envs that raise anew in this process: {why}; or take workers, which are "
-                f"replaced (MultiSyncCollector)"
+                f"on_failure='restart' rebuilds the env of a lane that raised; not possible here: {why}. Use "
+                f"worker processes (MultiSyncCollector), which can be replaced"
             )
 
     def take(self, *, random: bool = False) -> Rollout:
@@ -225,7 +225,7 @@ class InlineBackend(Backend):
 
     def stacks(self) -> dict[str, str]:
         inside = list(self._visits.values())
-        own = stack_of(inside[-1]) if inside else "(nobody collects right now)"
+        own = stack_of(inside[-1]) if inside else "(no batch is being collected)"
         return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
 
     def close(self, *, failed: bool = False) -> None:
@@ -250,6 +250,6 @@ class InlineBackend(Backend):
         inside = [one for one in self._visits.values() if self._closing and one != threading.get_ident()]
         if inside and not (self._closed or self._until_closed.acquire(timeout=timeout)):
             raise WorkerSilent(
-                f"the thread that collects did not leave the env within {timeout:.1f} s; it closes it when it does. "
-                f"Its stack:\n{stack_of(inside[0])}"
+                f"the collecting thread did not leave the env within {timeout:.1f} s; it will close the env "
+                f"when it does. Its stack:\n{stack_of(inside[0])}"
             )

@@ -113,7 +113,7 @@ class Supervisor:
         layout = worker.info.layout
         lanes = worker.info.lanes
         what = f"{lanes} lane{'s' * (lanes > 1)}"
-        record("start", worker.name, "worker %s is there: %s, rollouts of %d steps", worker.name, what, layout.steps)
+        record("start", worker.name, "worker %s is ready: %s, rollouts of %d steps", worker.name, what, layout.steps)
 
     @property
     def restarts(self) -> int:
@@ -309,7 +309,7 @@ class Supervisor:
         """Bring a newcomer up to date, one call at a time: each `yield` receives the answer to the last call."""
         info = yield
         if worker.begun and not info.layout.same_as(worker.info.layout):
-            raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")
+            raise SpecMismatch(f"worker {worker.index} was restarted, but its rollouts now have a different layout")
         worker.info = info
         joining = None if self._joining is None else self._joining()
         if worker.begun and joining is not None:
@@ -396,7 +396,7 @@ class Supervisor:
     def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
         """Return these numbers, or raise `UsageError` if one of them is no worker's."""
         if unknown := [w for w in workers if not 0 <= w < len(self.workers)]:
-            raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
+            raise UsageError(f"there is no worker {unknown[0]}; the workers are 0 to {len(self.workers) - 1}")
         return workers
 
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:

@@ -40,7 +40,7 @@ class WeightPublisher:
         known = supervisor.transport.weight_schemes
         if scheme not in (None, *known):
             raise UsageError(
-                f"weight_sync_schemes: {scheme!r} is no transport to these workers; there are {tuple(known)}"
+                f"weight_sync_schemes: {scheme!r} cannot send weights to these workers; possible are {tuple(known)}"
             )
         self._supervisor, self._scheme, self._source, self._in_step = supervisor, scheme, source, in_step
         self.version = 0
@@ -113,7 +113,9 @@ class WeightPublisher:
             if not own and not worker.info.has_weights:
                 raise WrongState("this policy has no weights to update")
         if given is None:
-            raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
+            raise WrongState(
+                "the policy was built in the workers, so this process has no weights to send; pass weights"
+            )
         for worker in supervisor.workers if supervisor.on_failure.action == "raise" else ():
             if worker.child.gone():  # an update for a dead worker would be lost silently
                 supervisor.poll_failures()  # raises the worker's own error message, if it is still unread
@@ -169,7 +171,7 @@ class WeightPublisher:
     def check_packing(self, worker: WorkerHandle) -> None:
         """Raise if a worker that was started later has a policy with other weights than the others."""
         if self._channel is not None and worker.info.packing != self._channel.packing:
-            raise SpecMismatch(f"worker {worker.index}: its policy's weights are not those of the others")
+            raise SpecMismatch(f"worker {worker.index}: its policy has different weights from the others'")
 
     @property
     def _has_later_workers(self) -> bool:

@@ -26,7 +26,7 @@ def activity_of(workers: Sequence[WorkerHandle], transport: Transport) -> list[W
 
 def _activity(worker: WorkerHandle, transport: Transport) -> str:
     if worker.dropped or worker.joining is not None:
-        return "has failed, and was dropped" if worker.dropped else "is being started again"
+        return "has failed, and was dropped" if worker.dropped else "is being restarted"
     place = transport.position(worker)
     if worker.info.layout.lanes == 1:
         place.pop("lane", None)

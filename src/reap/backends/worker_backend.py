@@ -100,7 +100,7 @@ class WorkerBackend(Backend):
         supervisor = self.supervisor
         with supervisor.listen_lock, supervisor.interrupts.held():
             if self.delivery.unfinished:
-                raise WrongState("a batch is half made: take it before more workers come")
+                raise WrongState("a batch is only partly collected; call next() before adding workers")
             new = supervisor.start(self._jobs(plans, len(self.workers)))
             for worker in new:
                 self._weights.check_packing(worker)
@@ -266,7 +266,7 @@ class WorkerBackend(Backend):
         answers = self.call("weights", dict.fromkeys(workers, ()))
         if not answers:
             living = ", ".join(str(one.index) for one in self.supervisor.living)
-            raise WrongState(f"worker {worker} has failed and was dropped; there are workers {living}")
+            raise WrongState(f"worker {worker} has failed and was dropped; the remaining workers are {living}")
         return answers[worker]
 
     # ---- seeds and state ------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class WorkerBackend(Backend):
     def reset(self, lanes: Sequence[int] | None = None, *, workers: Sequence[int] | None = None) -> None:
         """Start new episodes in all workers, or in some."""
         if lanes is not None:
-            raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
+            raise UsageError("reset(lanes) is not supported for workers in other processes; reset() resets all lanes")
         self._start_new_episodes(
             "reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()), _keep_state
         )

@@ -275,7 +275,9 @@ class WorkerServer:
     def _open_state(self) -> dict[str, Any]:
         state = {"resume": self.worker.open_state()}
         if self.writer is not None:
-            state = without_episodes(state, "it writes to a buffer; what it holds back of open episodes is not kept")
+            state = without_episodes(
+                state, "it writes to a buffer; the frames of open episodes that it holds back are not saved"
+            )
         return state["resume"]
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> Any:

@@ -87,8 +87,8 @@ class EnvHooks:
     def why_not_rebuilt(self) -> str:
         """Return the reason why this env cannot rebuild a single lane."""
         return (
-            f"{type(self).__name__} cannot make the env of one lane anew: give a factory of Gymnasium envs with "
-            f"observations of fixed shapes, and no failure_dir"
+            f"{type(self).__name__} cannot rebuild a single lane; use a factory of Gymnasium envs with "
+            f"fixed-shape observations and no failure_dir"
         )
 
     def restarts(self) -> int:
@@ -112,7 +112,7 @@ class EnvHooks:
 
         An env that cannot save it raises `CannotResume` (see core/resume.py).
         """
-        raise CannotResume(f"{type(self).__name__} cannot save the middle of an episode")
+        raise CannotResume(f"{type(self).__name__} cannot save an open episode")
 
     def load_open_state(self, state: Any) -> None:
         """Continue the episodes that `open_state` saved; nothing is reset."""
@@ -120,7 +120,7 @@ class EnvHooks:
 
     def lane_state(self, lane: int) -> Any:
         """Return the state of one lane's open episode; raise `CannotResume` if it cannot be saved for a single lane."""
-        raise CannotResume(f"{type(self).__name__} cannot save the middle of one lane's episode")
+        raise CannotResume(f"{type(self).__name__} cannot save one lane's open episode")
 
     def load_lane_state(self, lane: int, state: Any) -> None:
         """Continue one lane's episode from what `lane_state` returned."""

@@ -38,7 +38,10 @@ class ActionRecorder(Wrapped):
     def __init__(self, env: Env, directory: str, make: Packed | None, worker: int | None) -> None:
         if env.spec.ready_of is not None:
             env.close()
-            raise UsageError("failure_dir keeps the actions of each lane; these lanes come as they are ready")
+            raise UsageError(
+                "failure_dir does not support asynchronous lanes: it must record the actions of every lane at "
+                "every step"
+            )
         super().__init__(env, env.spec)
         self._directory, self._worker = directory, worker
         self._make = make
@@ -127,5 +130,5 @@ def pickled_factory(make: Callable[[], Env]) -> Packed | None:
     try:
         return packed(make)
     except Exception as reason:
-        _log.warning("failure_dir: the env cannot be pickled, so a replay needs to be given one: %s", repr(reason))
+        _log.warning("failure_dir: the env cannot be pickled, so a replay needs env=: %s", repr(reason))
         return None

@@ -50,7 +50,7 @@ class RandomPolicy:
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write a random action into `tensordict`."""
         if self.action_spec is None:
-            raise WrongState("RandomPolicy was given no action_spec and has not met an env yet")
+            raise WrongState("RandomPolicy has no action_spec; pass one, or use it in a collector")
         return tensordict.set(self.action_key, self.action_spec.rand(tensordict.batch_size))
 
 
@@ -346,7 +346,7 @@ class TensorDictPolicy(TensorPolicy):
         values = [out.get(key, None) for key in self._keys]
         for key, value in zip(self._keys, values):
             if value is None:
-                raise SpecMismatch(f"the policy did not write {show(key)} this time; before it did")
+                raise SpecMismatch(f"the policy did not write {show(key)} at this step, but did before")
         return values
 
     def _entries(self, td: TensorDictBase) -> Iterator[tuple[Key, Any]]:
@@ -366,7 +366,7 @@ class TensorDictPolicy(TensorPolicy):
     def open_state(self) -> list[tuple[Key, Tensor]]:
         strange = [key for key, value in self._kept.items() if not isinstance(value, Tensor)]
         if strange:
-            raise CannotResume(f"the policy keeps {show_keys(strange)} from step to step, which is no tensor")
+            raise CannotResume(f"the policy keeps {show_keys(strange)} between steps; only tensors can be saved")
         return [(key, value.detach().cpu().clone()) for key, value in self._kept.items()]
 
     def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:

@@ -110,17 +110,21 @@ def set_generators(state: Mapping[str, Any]) -> None:
 def check(state: Any, lanes: int, leaves: Sequence[Leaf]) -> None:
     """Raise CorruptState if a worker with `lanes` lanes that observe `leaves` cannot resume from `state`."""
     if not isinstance(state, Mapping) or "format" not in state:
-        raise CorruptState(f"'resume' is no state of a worker but {type(state).__name__}; nothing was loaded")
+        raise CorruptState(f"'resume' must be a worker's state, got {type(state).__name__}; nothing was loaded")
     if state["format"] != FORMAT:
         raise CorruptState(f"'resume' has format {state['format']!r:.40}, this reap reads {FORMAT}; nothing was loaded")
     if state["lanes"] != lanes:
-        raise CorruptState(f"this state is of {state['lanes']} lanes, and there are {lanes} here; nothing was loaded")
+        raise CorruptState(
+            f"this state was saved with {state['lanes']} lanes, this worker has {lanes}; nothing was loaded"
+        )
     if state["why"] is not None:
         return
     seen = [_looks(value) for value in state["current"]]
     wanted = ["objects" if leaf.loose else f"{leaf.dtype}{[lanes, *leaf.shape]}" for leaf in leaves]
     if seen != wanted:
-        raise CorruptState(f"this state is of another env: its lanes see {seen}, here {wanted}; nothing was loaded")
+        raise CorruptState(
+            f"this state was saved from another env: observations {seen}, here {wanted}; nothing was loaded"
+        )
 
 
 def _looks(value: Any) -> str:

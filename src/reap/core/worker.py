@@ -111,7 +111,7 @@ class Worker(AnyWorker):
         self.env = with_recurrent_state(env, self.model, self.carry)
         spec = self.env.spec
         if not plan.reset_when_done and not spec.single_steps:
-            raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
+            raise UsageError("reset_when_done=False lets single lanes rest, but this env steps all its lanes at once")
         self.lanes = spec.all_lanes
         self._quota = None if plan.episodes is None else EpisodeQuota(plan.episodes, self.lanes)
         if self._quota is not None:
@@ -142,8 +142,8 @@ class Worker(AnyWorker):
         self.layout = self._layout()
         if same_slot and self.layout.loose:
             raise UsageError(
-                f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
-                f"its values are objects of their own: leave return_same_td out"
+                f"return_same_td overwrites the memory of one batch, but the values of "
+                f"{show_keys(list(self.layout.loose)[:1])} are separate objects: leave return_same_td out"
             )
         make = pinned(self.env.make_slot, plan.policy_device)
         self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
@@ -189,11 +189,12 @@ class Worker(AnyWorker):
 
     def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
         if self.plan.stop is not None:
-            raise UsageError("interruptor stops all lanes at one step; this env's lanes come as they are ready")
+            raise UsageError("interruptor does not work with asynchronous lanes: it stops all lanes at one step")
         written = [key for key in self.policy.outputs if key[0] == "next" and key[1:] not in self.carry]
         if written:
             raise UsageError(
-                f"policy writes {show_keys(written)}; where lanes come as they are ready only a declared carry is kept"
+                f"with asynchronous lanes the policy may write ('next', …) only for a declared carry, not "
+                f"{show_keys(written)}"
             )
 
     def _check_compact(self, columns: Mapping[Key, Leaf]) -> None:
@@ -202,7 +203,9 @@ class Worker(AnyWorker):
                 "compact_obs needs whole rows; this env, reset_when_done=False or an interruptor skips some"
             )
         if FRAME in columns:
-            raise UsageError("compact_obs stores tensors of one shape; this env's steps are kept as they are")
+            raise UsageError(
+                "compact_obs stores tensors of one shape; this env's steps are stored as whole TensorDicts"
+            )
         odd = [key for key, leaf in columns.items() if leaf.ragged or leaf.once]
         if odd:
             what = "ragged" if columns[odd[0]].ragged else "stacked"
@@ -268,8 +271,8 @@ class Worker(AnyWorker):
         """
         if self.policy.remembers:
             raise UsageError(
-                "this policy finds at each step what it wrote at the last one; where lanes come as they are ready it "
-                "would be another lane's. Declare it as carry, or give a module that keeps nothing"
+                "this policy reads what it wrote at the previous step, which with asynchronous lanes belongs "
+                "to another lane; declare it as carry, or use a stateless policy"
             )
         try:
             while missing := sorter.missing_frames(slot.layout.steps):
@@ -311,8 +314,8 @@ class Worker(AnyWorker):
 
     def _cannot_resume(self) -> str | None:
         if self.sorter is not None:
-            return "its lanes come as they are ready; frames that were on their way are not kept"
-        return None if self._quota is None else "it plays a number of whole episodes, from their beginning"
+            return "its lanes are asynchronous, and frames in flight cannot be saved"
+        return None if self._quota is None else "it plays a fixed number of whole episodes, each from its beginning"
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """Start new episodes in `lanes`, or in all, and restart the count of episodes."""

@@ -72,7 +72,7 @@ def _make(make_env: Callable[[], Any], wrong: list[str]) -> Any:
         return None
     if not is_env(env):
         wrong.append(
-            f"The factory returned {type(env).__name__}, which is no kind of env that reap knows{torch_hint(env)}."
+            f"The factory returned {type(env).__name__}, which is not an env that reap supports{torch_hint(env)}."
         )
         return None
     return env
@@ -168,4 +168,4 @@ def _check_accepted(make_env: Callable[[], Any], wrong: list[str]) -> None:
     try:
         as_env(make_env).close()
     except ReapError as cause:
-        wrong.append(f"reap has no form for it: {cause}.")
+        wrong.append(f"reap cannot adapt it: {cause}.")

@@ -36,8 +36,8 @@ def replay_failure(path: str | Path, *, trusted: bool = False, env: Callable[[],
         _replay(about, lanes)
     finally:
         lanes.close()
-    sure = "" if about["exact"] else "; its episode depends on those before it, which are not kept"
-    raise WrongState(f"nothing was raised this time, though there it was: {about['error']}{sure}")
+    sure = "" if about["exact"] else "; its episode depends on those before it, which are not recorded"
+    raise WrongState(f"the env raised nothing this time; the recorded failure was: {about['error']}{sure}")
 
 
 def _read(path: str | Path) -> Mapping[str, Any]:
@@ -49,7 +49,7 @@ def _read(path: str | Path) -> Mapping[str, Any]:
     except (FileNotFoundError, CorruptState):
         raise
     except Exception as error:
-        raise CorruptState(f"{path} is no failure that a collector has written: {error!r:.200}") from error
+        raise CorruptState(f"{path} is not a failure that a collector has written: {error!r:.200}") from error
 
 
 def _fresh_env(about: Mapping[str, Any], make: Callable[[], Any] | None) -> Env:
@@ -64,7 +64,7 @@ def _fresh_env(about: Mapping[str, Any], make: Callable[[], Any] | None) -> Env:
 def _replay(about: Mapping[str, Any], env: Env) -> None:
     spec, lane = env.spec, about["lane"]
     if lane >= spec.lanes:
-        raise UsageError(f"it was lane {lane} that failed; this env has {spec.lanes}")
+        raise UsageError(f"lane {lane} failed, but this env has only {spec.lanes} lanes")
     action = {tuple(key): Leaf(tuple(shape), dtype) for key, shape, dtype in about["action"]}
     env.expect(action)
     current = current_for(spec.observation, spec.lanes)

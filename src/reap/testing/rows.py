@@ -30,8 +30,8 @@ _IDS = ("collector", "traj_ids")
 _MASK = ("collector", "mask")
 Columns = dict[tuple[str, ...], Tensor]
 SHARED_STATE = (
-    "Copies share state: one that is played in turns with another tells another story than one that is played alone, "
-    "with the same seed and actions. Look for class attributes and globals that step or reset change."
+    "Copies share state: with the same seed and actions, a copy that takes turns with another gives other "
+    "data than a copy alone. Look for class attributes and globals that step or reset change."
 )
 
 
@@ -188,7 +188,7 @@ def _check_independence(make_env: Callable[[], Any], alone: Columns, steps: int,
         while one.collect_one() and two.collect_one():
             pass
     except ReapError as cause:
-        wrong.append(f"Two copies in turns do not work where one does: {cause}.")
+        wrong.append(f"Two copies that take turns fail where one alone does not: {cause}.")
     beside = one.collect_rest(wrong)
     two.close(wrong)
     if beside is not None and not _same(alone, beside):
@@ -215,8 +215,8 @@ def _check_successors(columns: Columns, wrong: list[str]) -> None:
                 if apart.any():
                     t = int(before[apart][0])
                     wrong.append(
-                        f"Lane {lane}: the row of step {t} ends with another {show(key)} than the next row of the same "
-                        f"episode begins with; the env does not return its true successor."
+                        f"Lane {lane}: the row of step {t} ends with another {show(key)} than the next row of "
+                        f"the same episode begins with; the env does not return the true next observation."
                     )
                     return
 

@@ -69,7 +69,7 @@ class Sender:
         try:
             answer = self._pairs[worker][0].recv()
         except (EOFError, OSError) as cause:
-            raise WorkerDied(f"worker {worker} has ended, and its end of the link with it") from cause
+            raise WorkerDied(f"worker {worker} has ended") from cause
         if answer != _APPLIED:
             raise WorkerRaised(f"worker {worker} could not apply its weights: {answer}")
 

@@ -77,7 +77,7 @@ def checked_weights(weights: Any, own: Mapping[str, tuple[int, ...] | None], nee
     new = {k: v for k, v in as_named(weights).items() if isinstance(v, Tensor) or k.endswith(_EXTRA)}
     unknown = [name for name in new if name not in own]
     if unknown:
-        raise SpecMismatch(f"weights hold {unknown[0]!r}, which the policy has not{nearest(unknown[0], own)}")
+        raise SpecMismatch(f"weights hold {unknown[0]!r}, which the policy does not have{nearest(unknown[0], own)}")
     missing = [name for name in needed if name not in new]
     if missing:
         raise SpecMismatch(f"weights lack {len(missing)} of the policy's parameters, first {missing[0]!r}")

@@ -19,7 +19,7 @@ _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message
 
 def send(connection: Connection, thing: Any) -> None:
     """Send any object for `MessageSocket.receive`. `connection.send` would share tensors, not send their values."""
-    connection.send_bytes(dumps(thing, "what a child says"))
+    connection.send_bytes(dumps(thing, "a message from a child"))
 
 
 class MessageSocket:

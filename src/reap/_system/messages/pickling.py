@@ -54,7 +54,9 @@ class Packed:
 
     def __reduce__(self) -> Any:
         if self.fds and context.get_spawning_popen() is None:
-            raise UsageError("it holds descriptors or shared memory, which reach processes of this machine only")
+            raise UsageError(
+                "it holds descriptors or shared memory, which can only be sent to processes of this machine"
+            )
         return _packed, (self.data, [reduction.DupFd(one.number) for one in self.fds])
 
 
@@ -207,7 +209,7 @@ def _guarded(reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if here.popen is not None:
             return reducer(thing)
         if here.refusing and needs_descriptors:
-            raise UsageError("it reaches processes of this machine only, when they are started")
+            raise UsageError("it can only be sent to a process of this machine, while that process is started")
         return thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
     return reduce
@@ -220,14 +222,14 @@ def _refuse_text(file: io.TextIOWrapper) -> Any:
     for name in ("stdout", "stderr"):  # the other process has its own
         if file in (getattr(sys, name), getattr(sys, f"__{name}__")):
             return getattr, (sys, name)
-    raise pickle.PicklingError("its descriptor would be another one there")
+    raise pickle.PicklingError("its descriptor number means something else in another process")
 
 
 def _refuse_numbers(pickler: Any, thing: Any) -> Any:
     """Refuse an object that wraps a descriptor, which it would take along as a number."""
     ours = here.popen is not None or here.refusing
     if ours and (number := holds_number(thing)) is not None and type(thing) not in pickler.dispatch_table:
-        raise pickle.PicklingError(f"descriptor {number} would be another one there")
+        raise pickle.PicklingError(f"its descriptor number {number} means something else in another process")
     return _override(pickler, thing)
 
 

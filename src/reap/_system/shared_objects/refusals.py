@@ -25,7 +25,7 @@ _DEEPEST = 64  # levels of parts within parts
 _PLAIN = (int, float, complex, str, bytes, bytearray, bool, type(None), type(...))
 
 _MADE_THERE = "make it inside the factory, which runs in the process that uses it"
-_SHARED = f"take one of multiprocessing (its Lock, Event, Queue … reach workers), or {_MADE_THERE}"
+_SHARED = f"use the one from multiprocessing (its Lock, Event, Queue … can be sent to workers), or {_MADE_THERE}"
 _OPEN = "give one that is open"
 _PICKLING = {"__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__"}
 
@@ -39,19 +39,22 @@ _KINDS: dict[str, tuple[Callable[[Any], str], str]] = {
     "mmap.mmap": (lambda it: "a memory map", "take multiprocessing.shared_memory, or map it inside the factory"),
     "subprocess.Popen": (lambda it: f"a program started here (pid {it.pid})", "start it inside the factory"),
     "threading.Thread": (lambda it: f"a thread ({it.name!r})", "start it inside the factory"),
-    "_thread.lock": (lambda it: "a lock of threads", _SHARED),
-    "_thread.RLock": (lambda it: "a lock of threads", _SHARED),
+    "_thread.lock": (lambda it: "a threading lock", _SHARED),
+    "_thread.RLock": (lambda it: "a threading lock", _SHARED),
     "threading.Event": (lambda it: _name_of(it), _SHARED),
     "threading.Condition": (lambda it: _name_of(it), _SHARED),
     "threading.Semaphore": (lambda it: _name_of(it), _SHARED),
     "threading.Barrier": (lambda it: _name_of(it), _SHARED),
-    "queue.Queue": (lambda it: f"{_name_of(it)}, of threads", _SHARED),
-    "_queue.SimpleQueue": (lambda it: f"{_name_of(it)}, of threads", _SHARED),
+    "queue.Queue": (lambda it: f"{_name_of(it)} for threads", _SHARED),
+    "_queue.SimpleQueue": (lambda it: f"{_name_of(it)} for threads", _SHARED),
     "sqlite3.Connection": (lambda it: "a connection to a database", "give its path, and connect inside the factory"),
     "select.epoll": (lambda it: _name_of(it), _MADE_THERE),
     "selectors.BaseSelector": (lambda it: _name_of(it), _MADE_THERE),
     "logging.Handler": (lambda it: _name_of(it), "give the logger's name, and add the handler inside the factory"),
-    "concurrent.futures._base.Executor": (lambda it: f"{_name_of(it)}, whose workers are here", _MADE_THERE),
+    "concurrent.futures._base.Executor": (
+        lambda it: f"{_name_of(it)}, whose workers belong to this process",
+        _MADE_THERE,
+    ),
     "builtins.generator": (lambda it: f"the generator {it.__qualname__}", "give the function that makes it"),
     "_ctypes._Pointer": (lambda it: "a pointer, which means nothing in another process", _MADE_THERE),
 }
@@ -115,7 +118,10 @@ def _describe(part: Any) -> tuple[str, str]:
     if (found := _known_kind(part)) is not None:
         return found
     if (number := holds_number(part)) is not None:
-        what = f"{_name_of(part)}, which holds descriptor {number} as a number, and that is another in every process"
+        what = (
+            f"{_name_of(part)}, which holds descriptor {number} as a number, which means something else in every "
+            f"process"
+        )
         return (
             what,
             "give a socket or a connection of multiprocessing, which are duplicated, or open it inside the factory",

@@ -80,7 +80,7 @@ def _inode_at(address: int) -> str:
         first, last = (int(end, 16) for end in line.split(None, 1)[0].split("-"))
         if first <= address < last:
             return line.split()[4]
-    raise OSError("its memory is not to be found in /proc/self/maps")
+    raise OSError("its memory was not found in /proc/self/maps")
 
 
 def _others() -> set[str]:

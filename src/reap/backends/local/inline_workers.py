@@ -249,7 +249,7 @@ class InlineLiveness:
     def ask_stack(self) -> str:
         """Return the stack of the thread that is in it."""
         thread = self._connection.thread
-        return "(nobody is in it: it waits for its turn)" if thread is None else stack_of(thread)
+        return "(not running: it waits for its turn)" if thread is None else stack_of(thread)
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
         """Return the error for a worker that took `seconds`; it is not used, as inline workers are not watched."""

@@ -94,7 +94,7 @@ class Tunnel(_Listening):
         try:
             self._relay.join(visitor.socket, dial(*self._to).socket)
         except OSError as error:
-            _log.warning("no way to %s:%d: %s", *self._to[0], error)
+            _log.warning("cannot connect to %s:%d: %s", *self._to[0], error)
             visitor.socket.close()
 
 
@@ -113,7 +113,7 @@ class SocketRelay:
         self._directions: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it and to it
         self._new: list[tuple[socket.socket, socket.socket]] = []
         self._buffer, self._lock, self._open = bytearray(_CHUNK), threading.Lock(), True
-        with contextlib.ExitStack() as made, limits_as_worker_died("what carries bytes between machines"):
+        with contextlib.ExitStack() as made, limits_as_worker_died("the relay between machines"):
             self._selector, self._wake, self._waker = woken_selector(made)
             self._thread = threading.Thread(target=self._run, name=f"reap-relay-{name}", daemon=True)
             self._thread.start()

@@ -44,7 +44,7 @@ def new_secret(path: Path) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise UsageError(f"{path} exists already; it is left as it is") from None
+        raise UsageError(f"{path} already exists; it was not changed") from None
     with os.fdopen(fd, "w") as file:
         file.write(secrets.token_hex(32) + "\n")
 
@@ -52,7 +52,7 @@ def new_secret(path: Path) -> None:
 def read_secret(path: str | os.PathLike[str] | None) -> bytes:
     """Return the secret in a file, which only this user may be able to read."""
     if path is None:
-        raise UsageError("secret_file is missing: python -m reap.join --new-secret FILE makes one")
+        raise UsageError("secret_file is missing: create one with python -m reap.join --new-secret FILE")
     try:
         mode, secret = os.stat(path).st_mode, Path(path).read_bytes().strip()
     except OSError as error:
@@ -110,7 +110,7 @@ class NodePool:
             self.check()
             if time.monotonic() > until:
                 raise WorkerDied(
-                    f"{found} of {len(jobs)} workers came to {registry.host}:{registry.port} within "
+                    f"only {found} of {len(jobs)} workers connected to {registry.host}:{registry.port} within "
                     f"{self._nodes.patience:.0f} s (join_timeout)"
                 )
             wait(min(1.0, max(0.0, until - time.monotonic())))
@@ -127,7 +127,7 @@ class NodePool:
     ) -> NodeProcess:
         """Start a replacement for a worker that has ended: at once in a free place, else when a node connects."""
         if self.registry.no_node_came:
-            raise ConnectionError("nobody here can start another")
+            raise ConnectionError("no node is available to start a replacement")
         found = self.registry.start(index, transport, job, more, on_end, self._nodes.patience)
         if self.registry.wanted:
             self.request_node()
@@ -154,7 +154,8 @@ class _Submitted(NodePool):
         self._executor = executor = make_executor(folder, conf)
         if executor.cluster != "local" and nodes.listen == LOOPBACK:
             raise UsageError(
-                f"launcher 'submitit': name the address that {executor.cluster} nodes reach, listen='10.…'"
+                f"launcher 'submitit': give the address at which {executor.cluster} nodes reach this machine, "
+                f"listen='10.…'"
             )
         self._secret_file = folder / f"secret-{secrets.token_hex(8)}"
         new_secret(self._secret_file)
@@ -200,7 +201,9 @@ class _Delayed(NodePool):
             raise UsageError("launcher 'submitit_delayed' works in a function under submitit_delayed_launcher")
         meeting = json.loads((_meeting_folder / "jobs").read_text())
         if meeting["cluster"] != "local" and nodes.listen == LOOPBACK:
-            raise UsageError("launcher 'submitit_delayed': name the address that nodes reach, listen='10.…'")
+            raise UsageError(
+                "launcher 'submitit_delayed': give the address at which nodes reach this machine, listen='10.…'"
+            )
         nodes = nodes if nodes.port else replace(nodes, port=meeting["port"])
         super().__init__(nodes, read_secret(_meeting_folder / "secret"), store, wake)
         write_json(_meeting_folder / "address", {"host": self.registry.host, "port": self.registry.port})

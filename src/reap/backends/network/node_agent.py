@@ -127,5 +127,7 @@ def _dial_patiently(host: str, port: int, secret: bytes, patience: float) -> Any
             raise
         except OSError as error:
             if time.monotonic() > until:
-                raise ConnectionError(f"nobody listens at {host}:{port} ({error}); waited {patience:.0f} s") from None
+                raise ConnectionError(
+                    f"no collector listens at {host}:{port} ({error}); waited {patience:.0f} s"
+                ) from None
             time.sleep(0.2)

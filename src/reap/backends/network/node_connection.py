@@ -79,7 +79,7 @@ class NodeConnection:
             self.send(beat=0)
 
     def _listen(self) -> None:
-        why = "it hung up"
+        why = "it closed the connection"
         try:
             while True:
                 text, data = self._next()
@@ -87,7 +87,7 @@ class NodeConnection:
                 if "beat" not in message:
                     self._on_message(message, self._signer.verified(data, text.decode()) if data else b"")
         except TimeoutError:
-            why = f"it gave no sign of life for {LOST:.0f} s: its machine is down, or the way to it"
+            why = f"it sent no heartbeat for {LOST:.0f} s: the machine or its network is down"
         except (OSError, ValueError):
             pass
         finally:

@@ -126,7 +126,7 @@ class NodeProcess:
     def ask_stack(self) -> str:
         """Return the current stacks of its threads; empty if it does not even handle signals."""
         if self._node is None:
-            return "(it waits for a node to come)"
+            return "(it waits for a node)"
         self._stack_reply = ""
         self._stack_replied.clear()
         self._node.connection.send(ask=self.number)
@@ -140,13 +140,13 @@ class NodeProcess:
     def signal(self, number: int) -> None:
         """Send it a signal. A worker that waits for a node is ended; if a node is just starting it, it is killed."""
         if self._node is None:
-            self.ended("was ended before a node came for it", "")
+            self.ended("was ended while waiting for a node", "")
         elif not self.gone():
             self._node.connection.send(signal=self.number, which=int(number))
 
     def release(self) -> None:
         """Close the descriptors."""
-        self.ended("was left", "")
+        self.ended("was abandoned when the collector closed", "")
         if self.sentinel >= 0:
             os.close(self.sentinel)
         self.sentinel = -1
@@ -222,8 +222,8 @@ class NodeRegistry:
     def _wait_for_node(self, node_process: NodeProcess, patience: float) -> None:
         """End a worker that has no place after `patience` seconds."""
         if not node_process.placed.wait(patience):
-            self.no_node_came = f"no node came to {self.host}:{self.port} within {patience:g} s (join_timeout)"
-            node_process.ended(f"has no place: {self.no_node_came}", "")
+            self.no_node_came = f"no node connected to {self.host}:{self.port} within {patience:g} s (join_timeout)"
+            node_process.ended(f"could not be started: {self.no_node_came}", "")
 
     def _assign_places(self) -> None:
         """Assign free places to the workers that wait for one, in order."""

@@ -31,8 +31,8 @@ class MessageSigner:
         """Return the data of a signed message; raise `Forged` if its signature is wrong."""
         signature, data = signed[:_SIZE], signed[_SIZE:]
         if not hmac.compare_digest(signature, self._signature(data, place)):
-            _log.warning("refused %d bytes that claim to be %s: they were not written by a peer", len(signed), place)
-            raise Forged(f"what claims to be {place} was not written by a peer")
+            _log.warning("refused %d bytes that claim to be %s: their signature is wrong", len(signed), place)
+            raise Forged(f"bytes that claim to be {place} have a wrong signature")
         return data
 
     def _signature(self, data: bytes, place: str) -> bytes:

@@ -280,7 +280,7 @@ class GlooTransport(LaunchedTransport):
                 worker, logged = self._suspect(), True
                 if self._silence.timeout is not None:
                     raise worker.child.silence(waited, self._silence.timeout).at(worker=worker.name)
-                silence.log(f"worker {worker.name}, which is to take new weights,", waited, worker.child.ask_stack())
+                silence.log(f"worker {worker.name}, which has to load new weights,", waited, worker.child.ask_stack())
         return self._spare.pop() if self._spare else None
 
     def _send_failure(self, error: Exception) -> WorkerDied:

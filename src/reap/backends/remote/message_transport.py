@@ -99,7 +99,7 @@ def read(header: Header, more: bytes) -> Any:
     try:
         return header.full(more) if header.rollout else pickle.loads(more)
     except Exception as error:
-        return Raised.of(error, "reading what it said")
+        return Raised.of(error, "reading its message")
 
 
 def copy_into_slot(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -143,7 +143,7 @@ class NetworkChild:
     def death(self) -> WorkerDied:
         """Return the error that says how it ended."""
         if self._killed:
-            return WorkerDied("was ended, for the connection to it broke")
+            return WorkerDied("was killed because its connection broke")
         found: WorkerDied = self.process.death()
         return found
 

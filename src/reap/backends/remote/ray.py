@@ -82,8 +82,8 @@ class _Cluster:
                 ray.init(**{"include_dashboard": False, **(_with_normal_priority(config) if starts else config)})
         except ConnectionError as cause:
             raise UsageError(
-                f"ray_init_config: no cluster found at {config.get('address')!r}: {cause}; begin one with "
-                f"`ray start --head`, or leave the address out to have one started here"
+                f"ray_init_config: no cluster found at {config.get('address')!r}: {cause}; start one with "
+                f"`ray start --head`, or leave the address out to start one here"
             ) from cause
 
     def leave(self, *, end: bool | None = None) -> None:
@@ -298,8 +298,9 @@ class RayActorTransport(MessageTransport):
                     if time.monotonic() > until + _SLOW:  # what is available excludes actors that are starting
                         self._check_resources(waiting, self._ray.available_resources())
                         raise WorkerSilent(
-                            f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s; if the machine is "
-                            f"busy: Ray gives them what others leave, unless it was started with RAY_worker_niceness=0"
+                            f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s; if the machine "
+                            f"is busy: Ray gives them only the time that others leave, unless it was started "
+                            f"with RAY_worker_niceness=0"
                         )
             return [self._answer(job, ref) for job, ref in zip(jobs, asked)]
         except BaseException:

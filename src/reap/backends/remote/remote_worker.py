@@ -262,7 +262,7 @@ def load_job(data: bytes, parent: ParentConnection) -> Job | None:
     try:
         job: Job = cloudpickle.loads(data)
     except Exception as error:  # for example a class that this machine cannot import
-        parent.send(Message.of(Raised.of(error, "reading what it is to do")))
+        parent.send(Message.of(Raised.of(error, "reading its job")))
         parent.finish()
         return None
     return job

@@ -211,7 +211,7 @@ class TensorPipeTransport(LaunchedTransport):
         packed = {worker.index: dumps(worker.job, f"what worker {worker.index} needs") for worker in workers}
         if self._store is None:
             if _has_agent():
-                raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
+                raise UsageError("this process already has an RPC agent, and can have only one; shut that down first")
             self._open_store(len(workers))
         elif self._local:
             _check_descriptors()
@@ -284,7 +284,7 @@ class TensorPipeTransport(LaunchedTransport):
     def cannot_restart(self) -> str | None:
         if torch_internals.can_introduce_rpc_agents():
             return None
-        return "this torch's RPC lets no agent join in the place of one that died; use DistributedCollector"
+        return "this torch's RPC cannot replace an agent that died; use DistributedCollector"
 
     def broadcast(self, packed: Tensor) -> None:
         if self._one_by_one:

@@ -100,8 +100,8 @@ class GuardedStore(Store):
                 self._tunnels[peer] = Tunnel(host, int(listener), self._secret, "agent", at=int(port))
             except UsageError as error:
                 raise UsageError(
-                    f"{error}. The agent of {peer} has this port on {host}, and needs it on every machine; agents that "
-                    f"are started again get other ports"
+                    f"{error}. The agent of {peer} has this port on {host}, and needs it on every machine; "
+                    f"restarted agents get other ports"
                 ) from None
         return f"uv://{LOOPBACK}:{port}".encode()
 

@@ -26,7 +26,7 @@ def _frames_made(arrays: Arrays) -> list[list[Any]]:
     column = arrays[FRAME]
     owners = [lane for lane in range(column.shape[1]) if isinstance(column[0, lane], TensorDictBase)]
     if not owners:
-        raise WorkerRaised("a rollout without a single frame cannot be delivered")
+        raise WorkerRaised("the rollout contains no frames")
     return [[frame for frame in column[:, lane] if isinstance(frame, TensorDictBase)] for lane in owners]
 
 
@@ -66,7 +66,7 @@ def mark_frames(arrays: Arrays) -> None:
         reached = frames[-1].get("next")
         flags = [as_key(key) for key in reached.keys(True, True) if as_key(key)[-1] == "truncated"]
         if not flags:
-            raise WrongState("set_truncated marks the last step as truncated; this env has no such flag")
+            raise WrongState("set_truncated marks the last step as truncated; this env has no truncated flag")
         for key in flags:
             reached.set(key, torch.ones_like(reached.get(key)))
             reached.set((*key[:-1], "done"), torch.ones_like(reached.get(key)))

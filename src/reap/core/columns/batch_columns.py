@@ -27,7 +27,7 @@ def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
     taken = [key for key in spec.observation if key[0] in RESERVED or key in spec.action or key in more]
     if taken:
         raise SpecMismatch(
-            f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
+            f"the env's observation {show(taken[0])} has a name that a batch uses for something else; rename it"
         )
 
 
@@ -51,7 +51,7 @@ def columns_of(
     ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
     taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action and key != VERSION]
     if taken:
-        raise SpecMismatch(f"policy writes {show(taken[0])}, which is the name of something else in a batch; rename it")
+        raise SpecMismatch(f"policy writes {show(taken[0])}, a name that a batch uses for something else; rename it")
     flag = Leaf((1,), torch.bool)
     columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
     columns.update(spec.observation)
@@ -62,8 +62,8 @@ def columns_of(
     said = policy.outputs.get(VERSION, whole)
     if (said.shape, said.dtype) != ((), torch.int64):
         raise SpecMismatch(
-            f"policy writes {show(VERSION)} as {said}; a batch has the version of the weights that acted under that "
-            f"name, an int64 for each lane: write that, or rename it"
+            f"policy writes {show(VERSION)} as {said}; under that name a batch has the version of the weights "
+            f"that acted, an int64 for each lane: write that, or rename it"
         )
     if ids:
         columns[TRAJ_IDS] = whole

@@ -136,8 +136,8 @@ class EpisodeLog:
         forgotten, self._warned_of = self._untold.forgotten - self._warned_of, self._untold.forgotten
         if forgotten:
             warnings.warn(
-                f"{forgotten:,} episodes were forgotten: the last {KEPT:,} are kept until episodes() is called; "
-                f"call it more often",
+                f"{forgotten:,} episodes were dropped: only the last {KEPT:,} are kept until episodes() is "
+                f"called; call it more often",
                 stacklevel=3,
             )
         return as_records(rows)

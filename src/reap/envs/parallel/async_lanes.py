@@ -43,7 +43,7 @@ class ReadyLanes(Env):
         sizes = {last - first for first, last in lane_workers.bounds}
         if len(sizes) != 1:
             lane_workers.close()
-            raise UsageError(f"lanes that come as they are ready need as many in every worker, not {sorted(sizes)}")
+            raise UsageError(f"asynchronous lanes need the same number of lanes in every worker, not {sorted(sizes)}")
         self._group_size = each = sizes.pop()
         self._lanes = [np.arange(first, last) for first, last in lane_workers.bounds]
         spec = lane_workers.spec

@@ -259,17 +259,24 @@ class AsyncEnvPool(EnvBase):
     def _check_idle(self, lanes: Sequence[int]) -> None:
         busy = [lane for lane in lanes if lane in self._busy]
         if busy:
-            raise WrongState(f"env {busy[0]} is under way already; receive what it answers before sending to it again")
+            raise WrongState(
+                f"env {busy[0]} has not been received since it was sent to; call {self._receiver(busy[0])} first"
+            )
+
+    def _receiver(self, lane: int) -> str:
+        return "async_reset_recv" if self._busy[lane] == RESET else "async_step_recv"
 
     def _check_may_step(self, lanes: Sequence[int]) -> None:
         self._check_idle(lanes)
         for lane in lanes:
             if not self._begun[lane]:
-                who = f"env {lane} has begun no episode" if self._begun.any() else "no env has begun an episode"
+                who = f"env {lane} has not begun an episode" if self._begun.any() else "no env has begun an episode"
                 raise WrongState(f"{who}; call reset() or async_reset_send() first")
         for first, last in () if self._lane_workers.spec.single_steps else self._lane_workers.bounds:
             if 0 < len({lane for lane in lanes if first <= lane < last}) < last - first:
-                raise UsageError(f"envs {first} to {last - 1} step all at once; send to all of them, not to some")
+                raise UsageError(
+                    f"envs {first} to {last - 1} can only be stepped together; send actions to all of them"
+                )
 
     def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
         if what == RESET:
@@ -375,7 +382,10 @@ class AsyncEnvPool(EnvBase):
         looks = {key: Leaf(tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
         if looks != self._action:
             if self._orders or STEP_SOME in self._busy.values():  # answers not received yet lie in the row, too
-                raise WrongState("actions look different from those that are under way; receive what was sent first")
+                raise WrongState(
+                    "these actions have other shapes or types than those sent before; receive the envs that were "
+                    "sent to first"
+                )
             self._action = None  # until every env has accepted it
             self._lane_workers.expect(looks)
             self._action = looks
@@ -386,8 +396,8 @@ class AsyncEnvPool(EnvBase):
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
         if (action := self._lane_workers.on_failure.action) != "raise":
             raise UsageError(
-                f"on_failure={action!r} leaves out the step in which an env fails; only a collector can do that, by "
-                f"hand nobody would know"
+                f"on_failure={action!r} drops the step in which an env fails. Only a collector can mask such "
+                f"steps; use on_failure='raise' when you call the pool yourself"
             )
         if self._failure is not None:
             raise WrongState(f"{type(self).__name__} has failed: {self._failure}; close it and make a new one")
@@ -403,7 +413,11 @@ class AsyncEnvPool(EnvBase):
 
     def _check_all_idle(self, what: str) -> None:
         if self._busy:
-            raise WrongState(f"{what}() is for all envs, but env {min(self._busy)} is under way; receive it first")
+            lane = min(self._busy)
+            raise WrongState(
+                f"{what}() is for all envs, but env {lane} has not been received since it was sent to; "
+                f"call {self._receiver(lane)} first"
+            )
 
 
 def _numbers(env_index: Any, count: int) -> list[int]:

@@ -104,15 +104,15 @@ def built(makers: Any, limit: int | None = None) -> Env:
     spec = env.spec
     if any(leaf.loose for leaf in spec.reward.values()):
         env.close()
-        also = "" if len(makers) == 1 else "; of envs that share a worker text and objects, too"
+        also = "" if len(makers) == 1 else "; for envs that share a worker, also text and objects"
         raise UsageError(
-            f"what this env returns has no fixed shape (ragged tensors, lazy stacks, tensorclasses, actions that are "
-            f"no tensors{also}), so it cannot be taken step by step; take SerialEnv, or a collector with workers "
-            f"(MultiSyncCollector)"
+            f"what this env returns has no fixed shape (ragged tensors, lazy stacks, tensorclasses, actions "
+            f"that are not tensors{also}), so it cannot be passed on step by step; use SerialEnv, or a "
+            f"collector with workers (MultiSyncCollector)"
         )
     if env.has_after_step and (spec.rows != "whole" or spec.ready_of is not None):
         env.close()
-        raise UsageError(f"{type(env).__name__} cannot be run elsewhere; give it to a collector as it is")
+        raise UsageError(f"{type(env).__name__} cannot be run in a worker; pass it to a collector unchanged")
     return env if limit is None else StepLimit(env, limit)
 
 

@@ -56,13 +56,15 @@ def joint_spec(specs: Sequence[EnvSpec]) -> tuple[EnvSpec, list[tuple[int, int]]
         bounds.append((lanes, lanes + spec.lanes))
         lanes += spec.lanes
     if first.rows != "whole" or first.ready_of is not None:
-        raise UsageError("this env brings lanes of its own that skip steps; give it to a collector as it is")
+        raise UsageError(
+            "this env has lanes that skip steps and cannot be one of several; pass it to a collector unchanged"
+        )
     stacked = [key for key, leaf in first.observation.items() if leaf.once]
     if stacked:
         raise UsageError(
-            f"FrameStack stores each frame of {show(stacked[0])} once, which envs elsewhere cannot: put it around the "
-            f"lanes, TransformedEnv(ParallelEnv(…), FrameStack(…)); where lanes come as they are ready, stack by "
-            f"gymnasium.wrappers.FrameStackObservation in each env"
+            f"FrameStack stores each frame of {show(stacked[0])} once, which is not possible for envs in "
+            f"workers: put it around the lanes, TransformedEnv(ParallelEnv(…), FrameStack(…)); for "
+            f"asynchronous lanes, stack by gymnasium.wrappers.FrameStackObservation in each env"
         )
     joint = EnvSpec(
         observation=first.observation,

@@ -138,7 +138,7 @@ class ProcessLanes(Env):
         self._join()
         for process in self.processes:
             self._call(process, "begin", process.first, self.spec.lanes)
-            record("start", process.name, "worker %s is there", process.name)
+            record("start", process.name, "worker %s is ready", process.name)
 
     def _receive_spec(self, n: int) -> None:
         """Receive the spec of process `n`; if it has failed before, start another one in its place first."""
@@ -174,9 +174,9 @@ class ProcessLanes(Env):
         if self._loose and not self._objects:
             keys = list(self.spec.observation)
             raise UsageError(
-                f"{', '.join(show(keys[n]) for n in self._loose)} has no fixed shape (text, an object or ragged), so "
-                f"it cannot lie in memory that processes share step by step; take SerialEnv, or a collector with "
-                f"workers (MultiSyncCollector)"
+                f"{', '.join(show(keys[n]) for n in self._loose)} has no fixed shape (text, an object or "
+                f"ragged), so it cannot be passed through shared memory step by step; use SerialEnv, or a "
+                f"collector with workers (MultiSyncCollector)"
             )
         if self.reports_cuts:  # lanes make no frame in a step in which their process fails
             self.spec = dataclasses.replace(self.spec, rows="skipping")
@@ -442,7 +442,9 @@ class ProcessLanes(Env):
     def load_open_state(self, state: Any) -> None:
         if len(state["each"]) != len(self.processes):
             here, there = len(self.processes), len(state["each"])
-            raise CorruptState(f"this state is of {there} env processes, here are {here}; nothing was loaded")
+            raise CorruptState(
+                f"this state was saved with {there} env processes, but {here} are running; nothing was loaded"
+            )
         for process, one in zip(self.processes, state["each"]):
             self._call(process, "load_open_state", one)
         self._fresh[...] = state["fresh"].numpy()
@@ -526,7 +528,9 @@ class ProcessLanes(Env):
         """Tell a replacement, once its spec has come, what the old process knew; returns the last call's number."""
         joint_spec([new.spec, spec])
         if spec.lanes != new.last - new.first:
-            raise SpecMismatch(f"it has {spec.lanes} lanes, and the one before it had {new.last - new.first}")
+            raise SpecMismatch(
+                f"the replacement env has {spec.lanes} lanes, its predecessor had {new.last - new.first}"
+            )
         number = new.call("begin", new.first, self.spec.lanes)
         if self._action is not None:
             number = new.call("expect", _without_spaces(self._action))

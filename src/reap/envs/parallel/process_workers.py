@@ -191,7 +191,9 @@ class ThreadedProcessWorkers(ProcessWorkers):
                 each, rest = divmod(process.last - process.first, len(own))
                 if rest:
                     self.close()
-                    raise UsageError("envs that share a process, each in a thread of its own, need as many lanes each")
+                    raise UsageError(
+                        "envs that share a process, each in a thread of its own, need the same number of lanes"
+                    )
                 self._first_of.append(len(bounds))
                 firsts = range(process.first, process.last, each)
                 bounds += [(first, first + each) for first in firsts]

@@ -116,7 +116,7 @@ class LaneGroup:
         try:
             joint_spec([env.spec, new.spec])
             if new.spec.lanes != env.spec.lanes:
-                raise SpecMismatch(f"the env that was made anew has {new.spec.lanes} lanes, not {env.spec.lanes}")
+                raise SpecMismatch(f"the rebuilt env has {new.spec.lanes} lanes, not {env.spec.lanes}")
             new.expect(self.action)
             reset_some(new, range(new.spec.lanes), self.into, self.seeds)
         except BaseException:
@@ -202,7 +202,7 @@ class InlineEnv(LaneGroup):
         return True
 
     def stack(self) -> str:
-        return "(in this process: it is stepped by whoever asks for it)"
+        return "(stepped by the calling thread)"
 
 
 def _as_exception(error: BaseException) -> Exception:
@@ -325,8 +325,8 @@ class ThreadWorkers(LaneWorkers):
         if self._building:
             raise error
         if isinstance(error, WorkerSilent) and self.on_failure.action == "restart":
-            why = "no thread can be ended from outside, so that none can take its place: let envs that may hang be"
-            error.args = (f"{error.args[0]}\n({why} in processes, by backend='multiprocessing')", *error.args[1:])
+            why = "a thread cannot be killed, so it cannot be replaced; run envs that may hang"
+            error.args = (f"{error.args[0]}\n({why} in processes: backend='multiprocessing')", *error.args[1:])
             raise error
         super()._handle_failure(unit, error)
 
@@ -366,8 +366,8 @@ class ThreadWorkers(LaneWorkers):
         left = [worker for worker in threads if not worker.wait_closed(max(0.0, until - time.monotonic()))]
         for worker in left:
             warnings.warn(
-                f"the thread {worker.name} is still inside its env, and no thread can be ended from outside; "
-                f"it is left behind, at:\n{worker.stack()}",
+                f"the thread {worker.name} is still inside its env, and a thread cannot be killed; it keeps "
+                f"running, at:\n{worker.stack()}",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -92,7 +92,7 @@ def not_replayable(transforms: Iterable[Any]) -> str | None:
     """Return a sentence that names a part of these transforms that cannot be replayed; None if all can."""
     for part in (part for transform in transforms for part in transform.modules()):
         if not captured_whole(part) or has_own_method(part):
-            return f"{type(part).__name__} is none of the transforms reap can replay"
+            return f"{type(part).__name__} is not a transform that reap can replay"
     return None
 
 

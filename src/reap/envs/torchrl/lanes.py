@@ -64,7 +64,10 @@ def torchrl_lanes(
     """Return a TorchRL env as lanes; with `limit`, episodes have at most that many steps, counted under `count`."""
     if kwargs:
         if not hasattr(env, "update_kwargs"):
-            raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory; this {type(env).__name__} is made")
+            raise WrongState(
+                f"create_env_kwargs {sorted(kwargs)} need a factory, but this {type(env).__name__} is an env that "
+                f"is already built"
+            )
         env.update_kwargs(dict(kwargs))
     inside, left = _gymnasium_lanes(env), None
     if inside is None and _is_parallel(env):
@@ -148,7 +151,7 @@ def _find_bases(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
         return next((reason for reason in reasons if reason is not None), None)
     if _is_parallel(env):
         return _find_parallel_base(env, bases, transformed)
-    return f"{type(env).__name__} is no Gymnasium env that reap can step itself"
+    return f"{type(env).__name__} is not a Gymnasium env that reap can step itself"
 
 
 def _find_parallel_base(env: Any, bases: list[Base], transformed: Sequence[Any]) -> str | None:
@@ -160,7 +163,10 @@ def _find_parallel_base(env: Any, bases: list[Base], transformed: Sequence[Any])
     around = [part for outer in transformed for part in outer.transform.modules() if hasattr(part, "out_keys")]
     written = {as_key(key) for part in around for key in _writes(part)}
     if carried & written:
-        return f"a transform around ParallelEnv writes {show_keys(sorted(carried & written))}, which its workers carry"
+        return (
+            f"a transform around ParallelEnv writes {show_keys(sorted(carried & written))}, which its workers "
+            f"keep as their own state"
+        )
     try:
         lanes = parallel_lanes(env, below=True)
     except NotTakenOver as reason:
@@ -190,7 +196,7 @@ def _limited(env: Any, limit: int, count: Key) -> Any:
     from torchrl.envs import StepCounter, TransformedEnv
 
     if count[0] in env.observation_spec.keys(True, True):
-        raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
+        raise UsageError("max_frames_per_traj adds 'step_count', which the env already has; leave one of them out")
     return TransformedEnv(env, StepCounter(max_steps=limit, step_count_key=count[0]))
 
 

@@ -75,11 +75,11 @@ def parallel_lanes(env: Any, *, below: bool = False) -> ParallelLanes:
 def _check_takeover(env: Any) -> bool:
     """Return whether TorchRL's workers are running; `NotTakenOver` for reasons known before any env is built."""
     if not torchrl_internals.is_known_parallel(type(env)):
-        raise NotTakenOver("this version of TorchRL has its workers in another way")
+        raise NotTakenOver("this version of TorchRL manages its workers differently")
     if replaced(env, torchrl_internals.MOVES_OF_PARALLEL):
-        raise NotTakenOver("somebody has replaced one of its methods")
+        raise NotTakenOver("one of its methods has been replaced")
     if not torchrl_internals.owns_workers(env):
-        raise NotTakenOver("it is a view of another one's workers")
+        raise NotTakenOver("it shares the workers of another ParallelEnv")
     if not torchrl_internals.has_fixed_memory(env):
         raise NotTakenOver("its workers' results have no fixed place in memory")
     if len(env.batch_size) > 2:
@@ -87,7 +87,7 @@ def _check_takeover(env: Any) -> bool:
     if env.device is not None and env.device.type != "cpu":
         raise NotTakenOver(f"its results are on {env.device}")
     if not all(map(callable, env.create_env_fn)):
-        raise NotTakenOver("it was made from finished envs")
+        raise NotTakenOver("it was made from env objects, not factories")
     if env.is_closed:
         return False
     if not torchrl_internals.is_unmoved(env):
@@ -111,7 +111,7 @@ def _start_lanes(env: Any, processes: int, seeds: Sequence[int | None], running:
     except NotTakenOver:
         raise
     except (UsageError, WorkerError) as cause:  # envs that differ, factories only a fork can pass on: TorchRL may try
-        raise NotTakenOver(f"in a process of reap's its envs could not be made: {cause}") from cause
+        raise NotTakenOver(f"its envs could not be built in a process of reap: {cause}") from cause
 
 
 class ParallelLanes(OfTorchRL, ProcessLanes):
@@ -124,7 +124,7 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
         super().__init__(shares, **options)
         if not looks_like(self.spec, outer):
             self.close()
-            raise NotTakenOver("its workers' results have other shapes or types than it says")
+            raise NotTakenOver("its workers' results have other shapes or types than its specs say")
         self.outer = outer
         size = tuple(outer.batch_size)
         look = replace(self.spec.look, contiguous=True, dims=size if len(size) > 1 else None)
@@ -221,8 +221,8 @@ class ParallelLanes(OfTorchRL, ProcessLanes):
         told = [key for key in outputs if key in self._carried]
         if told:
             raise UsageError(
-                f"the policy writes {show_keys(told)}, which TorchRL's ParallelEnv would hand to its workers as their "
-                f"own; write it under another name, or take SerialEnv"
+                f"the policy writes {show_keys(told)}, which TorchRL's ParallelEnv would pass to its workers "
+                f"as their own state; write it under another name, or use SerialEnv"
             )
         passed = self._next_values(outputs)
         observed = list(self.spec.observation)
@@ -281,7 +281,7 @@ class Channel:
     def _open_lanes(self) -> ParallelLanes:
         lanes = self._lanes()
         if lanes is None or lanes.outer is None:
-            raise WrongState("the collector this ParallelEnv was given to is shut down; its processes have ended")
+            raise WrongState("the collector that used this ParallelEnv is shut down, and its processes have ended")
         return lanes
 
 

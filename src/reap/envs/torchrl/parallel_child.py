@@ -144,15 +144,15 @@ def _stepped_by_reap(env: Any, recipe: Recipe) -> Env:
             if recipe.running:
                 raise NotTakenOver("its workers were running already, with envs that may have been changed there")
             if recipe.shared:
-                raise NeedsOwnProcess("its envs may share what they keep with others in their process")
+                raise NeedsOwnProcess("its envs may share state with other envs in their process")
         primers = [part for part in _transforms(env) if type(part).__name__ == "TensorDictPrimer"]
         if primers and recipe.below:
             raise NotTakenOver(
-                "its workers hold a TensorDictPrimer, and transforms around it are told nothing of what a policy "
-                "carries; put the primer around it, or all transforms inside"
+                "its workers hold a TensorDictPrimer, and transforms around the ParallelEnv cannot see the "
+                "recurrent state; put the primer around it, or all transforms inside"
             )
         if any(primer.random for primer in primers):
-            raise NotTakenOver("a TensorDictPrimer in its workers draws first values there")
+            raise NotTakenOver("a TensorDictPrimer in its workers draws random initial values there")
         lanes = torchrl_lanes(env)
         if not isinstance(lanes, (WrappedGym, CapturedRows)):
             raise NotTakenOver(f"in its workers {lanes.explain()}")

@@ -155,8 +155,8 @@ class OfTorchRL(Env):
 
     def why_not_rebuilt(self) -> str:
         return (
-            "TorchRL's env object holds what it was made of, with seeds, transforms and workers of its own, and cannot "
-            "be told that one of them is another; give the factories to reap.envs.ParallelEnv(on_failure=) or SerialEnv"
+            "TorchRL's env object cannot replace one of its inner envs; give the factories to "
+            "reap.envs.ParallelEnv(on_failure=) or SerialEnv"
         )
 
 
@@ -227,7 +227,7 @@ class TorchRLEnv(OfTorchRL):
         self.env.close(raise_if_closed=False)
 
     def open_state(self) -> Any:
-        raise CannotResume(f"{self.explain()}; what its {type(self.env).__name__} is in the middle of is not known")
+        raise CannotResume(f"{self.explain()}; the unfinished episode of a {type(self.env).__name__} cannot be saved")
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.env.state_dict())
