@@ -123,7 +123,7 @@ def test_ready_lanes_refuse_what_would_mix_them():
 def test_a_real_asynchronous_pool():
     pytest.importorskip("envpool")
     env = EnvPoolEnv("CartPole-v1", num_envs=5, batch_size=2, seed=1)
-    with pytest.raises(UsageError, match="Only a collector"):
+    with pytest.raises(UsageError, match="only a collector"):
         env.reset()
     c = Collector(env, frames_per_batch=100, total_frames=-1)
     batches = [c.next().clone() for _ in range(20)]

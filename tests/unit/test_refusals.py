@@ -223,7 +223,7 @@ def test_what_is_shared_is_refused_with_the_way_to_it_where_it_has_to_leave_the_
     for thing in (multiprocessing.Pipe()[0], multiprocessing.get_context("spawn").Lock(), socket.socket()):
         with contextlib.closing(thing) if hasattr(thing, "close") else contextlib.nullcontext():
             pack(Holder(thing), "policy")
-            with pytest.raises(UsageError, match="policy → attribute 'held' is .*processes of this machine"):
+            with pytest.raises(UsageError, match="policy → attribute 'held' is .*process of this machine"):
                 dumps(Holder(thing), "policy")
 
 

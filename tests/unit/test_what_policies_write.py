@@ -136,7 +136,7 @@ def test_fewer_outputs_than_before():
         return td.set("extra", td["action"]) if vanishing.calls < 3 else td.select("action")
 
     vanishing.calls = 0
-    with pytest.raises(SpecMismatch, match="did not write 'extra' this time"):
+    with pytest.raises(SpecMismatch, match="did not write 'extra' at this step"):
         Collector(CountingEnv(), vanishing, frames_per_batch=5).next()
 
 
