@@ -19,7 +19,7 @@ from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerError, Worke
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, inject, no_leaks
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
 
-COUNT_NAMES = {
+EXPECTED = {
     "raise": (WorkerRaised, "an injected fault"),
     "exit": (WorkerDied, "exited with code 3"),
     "kill": (WorkerDied, "killed by SIGKILL"),
@@ -35,19 +35,19 @@ SLOW = pytest.mark.slow
 
 def mostly_slow(*quick):
     """All faults; but for some, only in the long run."""
-    return [pytest.param(fault, marks=() if fault in quick else SLOW) for fault in COUNT_NAMES]
+    return [pytest.param(fault, marks=() if fault in quick else SLOW) for fault in EXPECTED]
 
 
 def options_for(fault):
-    return {"timeout": PATIENCE} if COUNT_NAMES[fault][0] is WorkerSilent else {}
+    return {"timeout": PATIENCE} if EXPECTED[fault][0] is WorkerSilent else {}
 
 
-@pytest.mark.parametrize("fault", COUNT_NAMES)
+@pytest.mark.parametrize("fault", EXPECTED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [pytest.param(0, marks=SLOW), 2, pytest.param(21, marks=SLOW)])
 def test_in_a_step(kind, fault, at):
     """In the first batch at once, in its middle, in a later one."""
-    error, words = COUNT_NAMES[fault]
+    error, words = EXPECTED[fault]
     with no_leaks():
         c = collect(kind, [healthy(), faulty(fault, at)], **options_for(fault))
         workers = pids(c)
@@ -73,7 +73,7 @@ def test_in_a_step(kind, fault, at):
 @pytest.mark.parametrize("fault", ["kill", "hang", "segfault"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_of_several_lanes_is_named(kind, fault):
-    error, words = COUNT_NAMES[fault]
+    error, words = EXPECTED[fault]
 
     def lanes():
         return SerialEnv(3, [healthy(0), healthy(1), faulty(fault, 5)])
@@ -89,7 +89,7 @@ def test_one_of_several_lanes_is_named(kind, fault):
 @pytest.mark.parametrize("fault", mostly_slow("raise", "kill", "hang"))
 @pytest.mark.parametrize("where", ["factory", *(pytest.param(w, marks=SLOW) for w in ("reset", "init", "policy"))])
 def test_while_building(fault, where):
-    error, words = COUNT_NAMES[fault]
+    error, words = EXPECTED[fault]
 
     def breaking():
         inject(fault)
@@ -213,7 +213,7 @@ def test_in_a_call(kind, fault):
         pass
 
     Env.fault = fault
-    error, words = COUNT_NAMES[fault]
+    error, words = EXPECTED[fault]
     with no_leaks():
         c = collect(kind, [healthy(), lambda: Env((3,), 1)], **options_for(fault))
         c.next()

@@ -23,7 +23,7 @@ from reap.backends.remote.gloo import GlooConnection, GlooTransport
 from reap.backends.remote.gloo_worker import HERE
 from reap.backends.remote.message_transport import BroadcastWeights, MessageConnection, SentWeights
 from reap.backends.remote.rpc_worker import below
-from reap.collectors import Collector, MultiSyncCollector
+from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import (
     DistributedCollector,
     DistributedSyncCollector,
@@ -51,7 +51,7 @@ from tests.faults.worlds import (
 
 KINDS = [DistributedSyncCollector, DistributedCollector]
 ALL = [*KINDS, RPCSyncCollector, RPCAsyncCollector]
-COUNT_NAMES = {
+EXPECTED = {
     "raise": (WorkerRaised, "an injected fault"),
     "exit": (WorkerDied, "exited with code 3"),
     "kill": (WorkerDied, "killed by SIGKILL"),
@@ -68,10 +68,10 @@ def a_first_of_each():
         c.shutdown()
 
 
-@pytest.mark.parametrize("fault", [*COUNT_NAMES][:3] + [pytest.param("hang", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", [*EXPECTED][:3] + [pytest.param("hang", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ALL)
 def test_in_a_step(kind, fault):
-    error, words = COUNT_NAMES[fault]
+    error, words = EXPECTED[fault]
     with no_leaks():
         c = collect(kind, [healthy(), faulty(fault, 21)], **({"timeout": 0.5} if error is WorkerSilent else {}))
         workers = pids(c)
@@ -240,7 +240,7 @@ def test_what_cannot_be_read_here_is_told(kind):
 @pytest.mark.parametrize("fault", ["raise", "exit"])
 @pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
 def test_while_it_is_built(kind, fault):
-    with no_leaks(), within(20), pytest.raises(COUNT_NAMES[fault][0], match=COUNT_NAMES[fault][1]):
+    with no_leaks(), within(20), pytest.raises(EXPECTED[fault][0], match=EXPECTED[fault][1]):
         collect(kind, [healthy(), faulty(fault, 0, "reset")])
 
 
@@ -459,3 +459,17 @@ def test_wrong_arguments():
     ):
         with no_leaks(), pytest.raises(UsageError, match=words):
             RPCCollector([healthy()], EchoPolicy(), frames_per_batch=8, **wrong)
+
+
+def _refused(*_):
+    raise ConnectionRefusedError("the hook's own server")
+
+
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, DistributedCollector, RPCAsyncCollector])
+def test_a_hook_that_cannot_connect_is_the_cause(kind):
+    """Its ConnectionError is the user's, not the loss of the collector."""
+    options = {"frames_per_batch": 8, "total_frames": -1, "hooks_in_workers": True, "pre_collect_hook": _refused}
+    c = kind([healthy(), healthy(1)], EchoPolicy(), **options)
+    with pytest.raises(WorkerRaised, match="the hook's own server") as caught:
+        c.next()
+    assert isinstance(caught.value.__cause__, ConnectionRefusedError)

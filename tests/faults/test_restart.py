@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,8 @@ from reap.backends.remote import rpc
 from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
-from reap.envs import ParallelEnv
+from reap.envs import GymEnv, ParallelEnv
+from reap.envs.transforms import NormalizeObservation, TransformedEnv
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WrongState
 from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
@@ -197,7 +199,7 @@ def test_a_budget_is_for_a_window():
     time.sleep(0.06)
     assert budget.spend(0) is None
     assert budget.count == 3
-    assert "10 in a row" in budget.spend(10), "one that is never there is not tried for ever"
+    assert "10 replacements in a row" in budget.spend(10), "one that is never there is not tried for ever"
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -364,7 +366,7 @@ def test_wrong_settings():
         ({"on_failure": "restart", "restart_window": 0}, "restart_window"),
         ({"on_failure": "restart", "on_restart": 3}, "on_restart"),
         ({"on_restart": print}, "on_restart is never called"),
-        ({"on_failure": "drop", "compact_obs": True}, "compact_obs needs whole rows"),
+        ({"on_failure": "drop", "compact_obs": True}, "compact_obs needs complete rows"),
     ):
         with pytest.raises(UsageError, match=words):
             collect(AsyncCollector, [healthy()], **wrong)
@@ -407,7 +409,7 @@ def test_a_parallel_env_by_hand_is_refused():
     """Nobody would be told that a lane was cut."""
     env = ParallelEnv(2, healthy(), on_failure="restart")
     td = env.reset()
-    with pytest.raises(UsageError, match="Only a collector"):
+    with pytest.raises(UsageError, match="only a collector can skip"):
         env.step(env.rand_action(td))
     env.close()
 
@@ -464,3 +466,39 @@ def test_what_soaks_have_found_is_told(tmp_path):
     assert f"{2 * found['frames'] / 1e6:.3g} million | {2 * sum(found['injected'].values())} |" in told
     assert told.endswith("<!-- end -->\nafter\n")
     assert (tmp_path / "soak.svg").stat().st_size > 1000
+
+
+class Constant(gym.Env):
+    """Observes the same number for ever, and dies in its step if there is a file that says so."""
+
+    def __init__(self, value, note):
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.action_space = gym.spaces.Discrete(2)
+        self.value, self.note = np.array([value], np.float32), note
+
+    def reset(self, *, seed=None, options=None):
+        return self.value, {}
+
+    def step(self, action):
+        if self.note is not None and self.note.exists():
+            self.note.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.value, 0.0, False, False, {}
+
+
+def test_a_replacement_begins_with_the_running_statistics_of_all(tmp_path):
+    """The two workers observe 5 and -5: an env that has the statistics of both normalises them to about 1 and -1."""
+    note, how = tmp_path / "die", NormalizeObservation()
+    makers = [
+        lambda: TransformedEnv(GymEnv(Constant(5.0, note)), how),
+        lambda: TransformedEnv(GymEnv(Constant(-5.0, None)), how),
+    ]
+    with MultiSyncCollector(makers, frames_per_batch=32, total_frames=-1, on_failure="restart") as c:
+        for _ in range(6):
+            c.next()
+        note.touch()
+        while not c.stats()["restarts"]:
+            c.next()
+        rows = torch.cat([c.next()["observation"].reshape(-1) for _ in range(4)])
+    assert (rows.abs() > 0.5).all(), rows
+    assert {*rows.sign().tolist()} == {1.0, -1.0}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from reap._foreign.torch_internals import set_grad_enabled
 from reap.collectors import Collector, base
+from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv
 from reap.errors import UsageError, WorkerRaised, WrongState
 from reap.testing import CountingEnv, EchoPolicy
@@ -110,3 +112,29 @@ def test_a_collector_that_failed_stays_so_when_it_is_closed_again(monkeypatch):
             c.next()
     c.shutdown()
     assert c.state_dict()["frames"] == 4
+
+
+@pytest.mark.parametrize("into", ["consumer", "buffer"])
+def test_an_interrupt_in_a_hook_does_not_post_process_twice(into):
+    """What `postproc` changes in place it changes once: the finished batch is kept until it is delivered."""
+    buffer = None if into == "consumer" else ReplayBuffer(storage=LazyTensorStorage(100))
+    calls = []
+
+    def ten_times(batch):
+        batch["next", "reward"] *= 10
+        return batch
+
+    def hook(batch):
+        calls.append(batch)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    c = Collector(CountingEnv((5,)), EchoPolicy(), frames_per_batch=4, postproc=ten_times, replay_buffer=buffer)
+    plain = Collector(CountingEnv((5,)), EchoPolicy(), frames_per_batch=4).next()["next", "reward"]
+    c.post_collect_hook = hook
+    with pytest.raises(KeyboardInterrupt):
+        c.next()
+    batch = c.next()
+    rewards = batch["next", "reward"] if buffer is None else buffer[:]["next", "reward"]
+    assert torch.equal(rewards.reshape(-1), 10 * plain.reshape(-1))
+    c.shutdown()

@@ -293,7 +293,8 @@ class Supervisor:
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_seed(), restarts=worker.restarts + 1)
-        self.statistics.retire(worker.index)
+        if not worker.can_resume:  # else its replacement loads what it had seen, and reports that again
+            self.statistics.retire(worker.index)
         self._end(worker)
         try:
             self.transport.launch([worker])

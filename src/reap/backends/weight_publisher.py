@@ -91,14 +91,16 @@ class WeightPublisher:
         # Nothing is published while a synchronous batch is being collected, because it has one version; nor while a
         # worker may be joining that still loads weights of its own, because those would be older than these.
         at_once = channel is not None and not (self._in_step or self._own or self._loaded)
-        with contextlib.nullcontext() if at_once else supervisor.listen_lock, self._lock, supervisor.interrupts.held():
+        first = contextlib.nullcontext() if at_once else supervisor.listen_lock
+        with first, self._lock, supervisor.interrupts.held():
             if self._in_step:
                 supervisor.drain()  # a batch that Ctrl-C interrupted is finished with the weights it began with
             version = self.version + 1
             if channel is not None:
                 fits = checked_weights(given, channel.packing.shapes, supervisor.workers[0].info.needed)
                 if not at_once:
-                    supervisor.wait_for_newcomers(list(self._own))
+                    every_worker = range(len(supervisor.workers))
+                    supervisor.wait_for_newcomers(every_worker if self._loaded else list(self._own))
                 channel.publish(fits, version)
                 self._own, self._loaded = {}, ()
             else:

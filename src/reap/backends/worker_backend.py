@@ -120,7 +120,10 @@ class WorkerBackend(Backend):
         state = {"resume": state_after} if resumes else {}
         if not resumes:
             worker.keep_counts()
+            yield from self._statistics_for(worker)  # before the reset, whose observations are normalised
         yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
+        if resumes:
+            yield from self._statistics_for(worker)  # the state holds what was known when it was saved
         if worker.index in self._seeds and not resumes:
             seed, static = self._seeds[worker.index]
             again = self._job_fields.get("saves") and state_after is None  # it has collected nothing yet
@@ -129,6 +132,13 @@ class WorkerBackend(Backend):
             yield "load_weights", own
         if worker.rollouts and not resumes:
             yield "mark_cut", ()
+
+    def _statistics_for(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
+        """Yield the call that sends a worker what the envs of the others have learned, if its env learns, too."""
+        if worker.info.learns:
+            pool = self.supervisor.statistics
+            worker.statistics_sent = pool.version
+            yield "hear_statistics", (pool.for_worker(worker.index),)
 
     def close(self, *, failed: bool = False) -> None:
         self.supervisor.close(failed=failed)

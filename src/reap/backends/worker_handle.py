@@ -101,7 +101,7 @@ class WorkerHandle:
 
     def keep_counts(self) -> None:
         """Keep the counts of a worker that is being replaced, because its replacement counts from zero."""
-        self._predecessors, self.clock_behind, self.statistics_sent = self.stats, float("inf"), -1
+        self._predecessors, self.clock_behind = self.stats, float("inf")
 
     def with_counts(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state it has answered with, with the counts of the workers it had replaced by then added."""

@@ -95,6 +95,8 @@ class MultiCollector(BaseCollector):
         name = type(self).__name__
         options: dict[str, Any] = {**keywords}
         if sync is not None and sync is not self._sync:
+            if self._sync is None:
+                raise UsageError(f"{name} cannot choose with sync={sync}; derive it from a Sync or an Async collector")
             raise UsageError(f"{name} always has sync={self._sync}; use MultiCollector to choose")
         policy = rand_step_as_policy(policy)
         count, makers = _count_and_makers(name, create_env_fn, num_workers)
@@ -572,6 +574,8 @@ def _count_and_makers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple
     if is_list(create_env_fn):
         if not create_env_fn:
             raise UsageError(f"{owner} needs at least one env factory")
+        if num_workers not in (None, len(create_env_fn)):
+            raise WrongArgument(f"create_env_fn holds {len(create_env_fn)} envs, but num_workers is {num_workers}")
         return len(create_env_fn), list(create_env_fn)
     if num_workers is None:
         raise WrongArgument(f"{owner} needs a list of env factories, or one and num_workers")

@@ -272,10 +272,14 @@ def run_remote_worker(job: Job, parent: ParentConnection, weights: Weights) -> N
     """Run a remote worker from start to end."""
 
     def serve(worker: RemoteWorker) -> None:
-        with contextlib.suppress(ConnectionError):  # the collector is gone
-            parent.send(Message.of(worker.info))
-            while (order := parent.next_order()) is not None:
-                worker.execute(order)
+        parent.send(Message.of(worker.info))
+        while (order := next_order()) is not None:
+            worker.execute(order)
+
+    def next_order() -> Order | None:
+        with contextlib.suppress(ConnectionError):  # the collector is gone. A user's hook may raise one, too: not here
+            return parent.next_order()
+        return None
 
     def tell(raised: Raised) -> None:
         parent.send(Message.of(raised))

@@ -32,6 +32,7 @@ class Part(NamedTuple):
 
     batch: TensorDictBase
     worker: int = 0
+    finished: bool = False  # whether it was split and post-processed
 
 
 class Origin(NamedTuple):

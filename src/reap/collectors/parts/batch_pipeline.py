@@ -149,21 +149,32 @@ class BatchPipeline:
             return None
         split = self.arrangement.split if self._options.split_trajs else None
         if self.sink is None:
-            out = post_processed(self.taken[0].batch, split=split, postproc=postproc, hook=hook)
+            out = self._finished(split, postproc)
+            if hook is not None:
+                hook(out)
             if self.listeners.all:
                 self.listeners.show(out, (self.batches, 1))
             self.batches += 1
             self.taken = []  # last: no loop or call lies between here and `ready = …` in which Ctrl-C could come
             return out
         while self.taken:
-            part = self.taken[0]
-            done = post_processed(part.batch, split=split, postproc=postproc, hook=hook)
+            done = self._finished(split, postproc)
+            if hook is not None:
+                hook(done)
             if self.listeners.all:
                 self.listeners.show(done, (self.batches, len(self.taken)))
-            self.sink.take(done, part.worker)
+            self.sink.take(done, self.taken[0].worker)
             self.taken = self.taken[1:]
         self.batches += 1
         return None
+
+    def _finished(self, split: Callable[[Any], Any] | None, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
+        """Split and post-process the first fetched part, unless that is done: it may change the batch in place."""
+        part = self.taken[0]
+        if not part.finished:
+            batch = post_processed(part.batch, split=split, postproc=postproc, hook=None)
+            self.taken[0] = part = part._replace(batch=batch, finished=True)
+        return part.batch
 
     def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
         """Return this batch of zeros `[lanes, T]` in the form in which it would be delivered; count nothing."""

@@ -347,7 +347,7 @@ class ProcessLanes(Env):
         self._order_all(RESET, lanes)
         self._finish_all()
         if self._lost:  # replacements reset all their lanes, also those not in `lanes`
-            self._cut = [lane for lane in self._replace_lost() if lane not in lanes]
+            self._cut = sorted({*self._cut, *self._replace_lost()} - {*lanes})
 
     def draw(self, row: Row) -> None:
         shared = row if row.place is not None else self.shared_row()
