@@ -71,7 +71,8 @@ _ENDS = {
 class Child:
     """A process that runs `target(connection, fds)`.
 
-    `socket` exchanges messages with it. `sentinel` becomes readable when it is gone, and once before: it carries the pid.
+    `socket` exchanges messages with it. `sentinel` becomes readable when it is gone, and once before, because it
+    carries the pid.
     """
 
     def __init__(

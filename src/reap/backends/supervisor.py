@@ -137,7 +137,7 @@ class Supervisor:
                 worker.job = replace(worker.job, **changes)
 
     def close(self, *, failed: bool = False) -> None:
-        """End all workers within a few deadlines. `failed`: an error is about to be raised; a thread may finish this."""
+        """End all workers within a few deadlines. `failed`: an error is about to be raised; a thread may do it."""
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
         with self.interrupts.held():  # a few seconds at most; an interrupt would leave workers running

@@ -56,7 +56,7 @@ class RowWriter(Protocol):
         """Write the rollout in a full slot."""
 
     def forget(self) -> None:
-        """Drop rows of unfinished episodes that are held back: with a new seed or a loaded state, trajectory ids may repeat.
+        """Drop rows of unfinished episodes that are held back: after a new seed or state, trajectory ids may repeat.
 
         A reset needs no call: it gives new ids, and `WholeTrajectories` drops the old episodes.
         """
