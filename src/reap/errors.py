@@ -91,7 +91,7 @@ class WorkerError(ReapError, RuntimeError):
 
 
 class WorkerRaised(WorkerError):
-    """The env or the policy raised; `__cause__` is the original exception."""
+    """The user's code raised in a worker (env, policy, hook, factory, …); `__cause__` is its exception."""
 
 
 class WorkerDied(WorkerError):

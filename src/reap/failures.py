@@ -55,7 +55,7 @@ class FailurePolicy:
     deaths_only: bool = False
 
     def chosen_for(self, error: ReapError, *, building: bool) -> FailureAction:
-        """Return what to do about this error; `building`: the worker is one of the first, and was not ready yet."""
+        """Return what to do about this error; `building`: it failed while it was being built."""
         mistaken = building and (self.action == "drop" or self.deaths_only or isinstance(error, UsageError))
         return "raise" if mistaken or (self.deaths_only and not isinstance(error, WorkerDied)) else self.action
 

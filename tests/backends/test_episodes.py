@@ -116,15 +116,15 @@ def test_a_free_worker_keeps_what_there_is_no_room_for():
     file = SharedFile()
     words = shared_counters.SharedCounters(file, 2)
     file.close()
-    untold = UnreportedEpisodes()
+    unreported = UnreportedEpisodes()
     rows = np.zeros((shared_counters._RING + 10, len(COLUMNS)))
     rows[:, TIME] = np.arange(len(rows))
-    untold.add(rows)
-    words.tell_ended(1, untold)
-    assert bool(untold)
+    unreported.add(rows)
+    words.report_ended(1, unreported)
+    assert bool(unreported)
     first = words.take_ended(1)
-    words.tell_ended(1, untold)
-    assert not untold
+    words.report_ended(1, unreported)
+    assert not unreported
     both = np.concatenate([first, words.take_ended(1)])
     assert np.array_equal(both, rows)
     assert len(words.take_ended(0)) == len(words.take_ended(1)) == 0
@@ -302,10 +302,10 @@ def test_the_parts_of_the_time_add_up(workers):
 def test_episodes_nobody_asks_for_hold_the_memory_of_those_that_are_kept():
     from reap.core.measuring.episode_log import COLUMNS, KEPT, UnreportedEpisodes
 
-    untold = UnreportedEpisodes()
+    unreported = UnreportedEpisodes()
     for n in range(1000):
-        untold.add(np.full((800, len(COLUMNS)), n, float))
-    arrays = [array if array.base is None else array.base for array in (*untold._large, *untold._small)]
+        unreported.add(np.full((800, len(COLUMNS)), n, float))
+    arrays = [array if array.base is None else array.base for array in (*unreported._large, *unreported._small)]
     assert sum(array.nbytes for array in arrays) < 1.2 * KEPT * 8 * len(COLUMNS)
-    assert len(untold.take()) == KEPT
-    assert untold.forgotten == 800_000 - KEPT
+    assert len(unreported.take()) == KEPT
+    assert unreported.forgotten == 800_000 - KEPT

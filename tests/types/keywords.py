@@ -10,8 +10,8 @@ from pathlib import Path
 
 import reap.collectors.keywords as made
 from reap.collectors.batched import UNSUPPORTED as NOT_BATCHED
+from reap.collectors.multi import IN_PROCESS_ONLY as NOT_MULTI
 from reap.collectors.multi import PER_WORKER
-from reap.collectors.multi import UNSUPPORTED as NOT_MULTI
 from reap.collectors.options import Options, option_docs
 
 HEAD = '''"""Keywords: the options of each collector, for editors and type checkers. Made from `Options`, not by hand.

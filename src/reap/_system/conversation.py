@@ -1,11 +1,12 @@
 """Conversation: numbered calls to a child process, and every way in which a call can end.
 
     parent                                     child
-    ask ───── number, name, arguments ───────► answered
+    call ──── number, name, arguments ───────► answered
     answer ◄─ Answer(number, value) ───────────┘        │ Raised: a refusal, or the child's end │ gone │ silent
 
-Worker processes, processes that hold lanes and the inference server's process talk like this. What a child sends
-without a request has a reserved number, or none. Waiting for an answer skips answers to calls that Ctrl-C broke off.
+Worker processes, processes that hold lanes and the inference server's process talk like this. (A collector's
+`Supervisor` numbers its workers' calls itself.) What a child sends without a request has a reserved number, or none.
+Waiting for an answer skips answers to calls that Ctrl-C broke off.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
         selector.select()                `interrupts` is registered with the selector: Ctrl-C ends the wait
         interrupts.let_in()
 
-`let_in` and the end of the block raise KeyboardInterrupt, and no other place does: never between two lines that belong
-together, never in a finalizer, where Python would swallow it. Afterwards everything goes on where it was. The caller's
-handler is back in place after the block. In threads other than the main one nothing is held back.
+`let_in` and the end of the block raise KeyboardInterrupt, and no other place does (except inside `admitted`): never
+between two lines that belong together, never in a finalizer, where Python would swallow it. Afterwards everything goes
+on where it was. The caller's handler is back in place after the block. In threads other than the main one nothing is
+held back.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     this process ══ request ══► fork server (torch imported, nothing run) ── fork ──► child
          ▲ ▲                        │                                                   │
          │ └──── status pipe ◄──────┘ pid, then exit code or signal                     │
-         └────── line ◄═════════════════════════════════════════════════════════════════┘
+         └───── socket ◄════════════════════════════════════════════════════════════════┘
 
 Every way this can end, and what follows:
 - the system has no room or no memory for another process: the server reports that in place of the pid, and goes on;
 - the child returns or raises: the server reaps it, and its exit code comes through the status pipe;
 - the child is killed, runs out of memory, segfaults: the same, with a negative signal number as the code, and the
   child's `stack` holds what faulthandler could write;
-- this process closes the child: `close` → SIGTERM, which unwinds the child's stack (a worker's once its env has ended
+- this process closes the child: `end` → SIGTERM, which unwinds the child's stack (a worker's once its env has ended
   the step it is in, or at the second SIGTERM) → SIGKILL, by one deadline;
 - this process ends in any way: the request socket closes, or, where a fork of this process keeps it open, the kernel
   notifies the server (PR_SET_PDEATHSIG); the server terminates its children, then kills them;
@@ -71,7 +71,8 @@ _ENDS = {
 class Child:
     """A process that runs `target(connection, fds)`.
 
-    `line` exchanges messages with it. `sentinel` becomes readable when it is gone, and once before: it carries the pid.
+    `socket` exchanges messages with it. `sentinel` becomes readable when it is gone, and once before, because it
+    carries the pid.
     """
 
     def __init__(

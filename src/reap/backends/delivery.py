@@ -5,9 +5,9 @@
     IntoBuffer  workers write their rollouts to a buffer themselves: only the number of frames comes here
 
                     ┌── a slot number ──► worker 0 ─┐
-    take ── wait ───┤                               ├──► "full" ──► lend (or copy) ──► consumer
-     ▲              └── a slot number ──► worker 1 ─┘                                       │
-     └── the last tensor on the slot is freed: the next take sends its number to a worker ◄─┘
+    take ── wait ───┤                               ├──► `RolloutReady` ──► lend (or copy) ──► consumer
+     ▲              └── a slot number ──► worker 1 ─┘                                               │
+     └──── the last tensor on the slot is freed: the next take sends its number to a worker ◄───────┘
 
 `take`, and every method that changes pending work, is called with the supervisor's `listen_lock` and Ctrl-C held.
 """

@@ -3,7 +3,7 @@
     start ──► all at once ──► each worker reports the layout of its rollouts
     call  ──► a number, a name ──► answer │ raised │ died │ silent
     fill  ──► a slot ──► arrived, in the order in which rollouts come in │ raised │ died │ silent
-    close ──► goodbye ──► SIGTERM ──► SIGKILL, by one deadline
+    close ──► goodbye ──► SIGTERM ──► SIGKILL, within a few deadlines
 
 A worker that died, raised or fell silent has failed. What happens then depends on the `FailurePolicy`:
 
@@ -104,7 +104,7 @@ class Supervisor:
         if self.on_failure.action != "restart":
             for worker in new:
                 worker.job = None  # this also closes our duplicates of the file descriptors in it
-        for index, info in self.answers(new, UNREQUESTED, grace=BOOT).items():
+        for index, info in self.await_answers(new, UNREQUESTED, grace=BOOT).items():
             self.workers[index].info = info
             self._started(self.workers[index])
         return new
@@ -137,7 +137,7 @@ class Supervisor:
                 worker.job = replace(worker.job, **changes)
 
     def close(self, *, failed: bool = False) -> None:
-        """End all workers within one deadline. `failed`: an error is about to be raised; a thread may finish this."""
+        """End all workers within a few deadlines. `failed`: an error is about to be raised; a thread may do it."""
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
         with self.interrupts.held():  # a few seconds at most; an interrupt would leave workers running
@@ -257,9 +257,8 @@ class Supervisor:
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
         elif action == "drop":
-            lost = (
-                sum(worker.pending_slots.values()) * worker.size
-            )  # frames with random actions that other workers must collect
+            # Frames with random actions that other workers must collect.
+            lost = sum(worker.pending_slots.values()) * worker.size
             self._frames_ordered = min(self._frames_ordered, self._random_frames) - lost
             worker.drop()
             self._end(worker)
@@ -349,8 +348,11 @@ class Supervisor:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> dict[int, Any]:
-        """Wait for the answer of each worker to this call, and return the answers by worker number."""
+    def await_answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> dict[int, Any]:
+        """Expect an answer of each worker to this call, wait for all, and return them by worker number.
+
+        They are `Answer`s; for `UNREQUESTED`, `WorkerInfo`s.
+        """
         for worker in workers:
             worker.expect_answer(call, grace)
         while not all(worker.inbox or worker.dropped for worker in workers):
@@ -371,7 +373,7 @@ class Supervisor:
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
                 worker.call(dumps((self.calls, name, tuple(arguments[worker.index])), name))
-            answers = {index: answer.value for index, answer in self.answers(workers, self.calls).items()}
+            answers = {index: answer.value for index, answer in self.await_answers(workers, self.calls).items()}
             names = {worker.index: worker.name for worker in workers}
         for index, answer in answers.items():
             if isinstance(answer, Raised):

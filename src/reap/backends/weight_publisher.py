@@ -71,7 +71,10 @@ class WeightPublisher:
             self._channel = self._supervisor.transport.weight_channel(self.packing, needed)
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
-        """Send new weights to all workers, or to some; return their version."""
+        """Send new weights to all workers, or to some; return their version.
+
+        With `NoWeightSyncScheme`, or if no worker is left to send to, nothing is sent and the version stays.
+        """
         if self._scheme == "none":
             return self.version
         supervisor = self._supervisor

@@ -33,7 +33,7 @@ from reap.failures import FailurePolicy
 from reap.seeding import chain, fresh_seed, restart_seed
 from reap.weight_update import WeightTransport
 
-_FRESH_IDS = 2**32  # most trajectories of one worker before it is replaced
+_FRESH_IDS = 2**32  # the size of a block of trajectory ids; every worker that starts later begins a new block
 
 
 class WorkerBackend(Backend):
@@ -110,8 +110,11 @@ class WorkerBackend(Backend):
                     supervisor.call(name, {worker.index: arguments}, _mark_begun if name == "begin" else None)
 
     def _joining(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
-        """Yield the calls that bring a worker that starts later up to date: location of its memory, latest weights, new
-        episodes, and trajectory ids that were never used.
+        """Yield the calls that bring a worker that starts later up to date.
+
+        They tell it where its memory is, its state (the predecessor's, or new episodes with unused ids), its seed,
+        weights sent to it alone, and that its trajectories were cut. Between the calls this also changes the handle's
+        counts and sends the latest weights again.
         """
         self._id_block += 1
         yield "begin", self.transport.begin_arguments(worker, self._weights.packing)

@@ -39,7 +39,7 @@ class WorkerHandle:
         self.begun = False  # whether it has mapped its memory and can collect rollouts
         self.joining: Generator[None, Any, None] | None = None  # while it restarts: the calls that update it
         self.failed_at = 0.0  # when the failure of its predecessor was noticed
-        self.failed_starts = 0  # replacements launched in a row that failed before they were ready
+        self.failed_starts = 0  # replacements launched since it was last ready
         self.state_after: Any = None  # its whole state after its last rollout, if it sends that
         self.dropped = False  # it failed, and the others continue without it
 

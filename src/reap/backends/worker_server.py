@@ -22,7 +22,6 @@ from reap.core.measuring.moments import Moments, Name, as_tensors
 from reap.core.measuring.profiling import RolloutTracer, TraceSettings
 from reap.core.measuring.times import WorkClock
 from reap.core.policies.as_policy import PolicyWarning
-from reap.core.resume import without_episodes
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
@@ -57,7 +56,10 @@ class RowWriter(Protocol):
         """Write the rollout in a full slot."""
 
     def forget(self) -> None:
-        """Discard rows that are held back: they belong to episodes before a reset."""
+        """Drop rows of unfinished episodes that are held back: after a new seed or state, trajectory ids may repeat.
+
+        A reset needs no call: it gives new ids, and `WholeTrajectories` drops the old episodes.
+        """
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class WorkerServer:
         self._clock.end()
 
     def _discard_held_back(self) -> None:
-        """Discard rows that the writer holds back: they belong to episodes before a reset."""
+        """Let the writer drop rows that it holds back, because trajectory ids may repeat from here on."""
         if self.writer is not None:
             self.writer.forget()
 
@@ -266,19 +268,16 @@ class WorkerServer:
         state |= {"policy_state_dict": self.do_weights()} if self.info.has_weights else {}
         if learned := self.do_statistics():
             state["statistics"] = [as_tensors(one) for one in learned.values()]
-        return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of the weights above
+        state["policy_version"] = self.worker.version  # of the weights above
+        return {**state, "resume": self._open_state()}
 
     def _saved_state(self) -> dict[str, Any] | None:
         """Return its state for a replacement to resume from, if it is to be saved; else None."""
         return self._open_state() if self._saves else None
 
     def _open_state(self) -> dict[str, Any]:
-        state = {"resume": self.worker.open_state()}
-        if self.writer is not None:
-            state = without_episodes(
-                state, "it writes to a buffer; the frames of open episodes that it holds back are not saved"
-            )
-        return state["resume"]
+        why = "it writes to a buffer; the frames of open episodes that it holds back are not saved"
+        return self.worker.open_state(None if self.writer is None else why)
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> Any:
         """Continue from a state. If it has no open episodes, start new ones, with ids of at least `first_id`."""

@@ -103,7 +103,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self.split_trajs = bool(options.split_trajs)
         self.exploration_type = exploration_type(options.exploration_type)
         self.policy_device, self.storing_device = options.devices
-        self.device, self.env_device = options.env_devices
+        self.device, self.env_device = options.device_and_env_device
         self.compiled_policy, self.cudagraphed_policy = options.compiling is not None, bool(options.cudagraph_policy)
         for name in _OPTION_ATTRIBUTES:
             setattr(self, name, getattr(options, name))

@@ -66,7 +66,10 @@ class Sink(Protocol):
         """Write a batch `[T]` or `[N, T]` that this worker has collected."""
 
     def forget(self) -> None:
-        """Drop held-back frames of unfinished episodes, which a reset or another state has cut off."""
+        """Drop frames of unfinished episodes that are held back: trajectory ids may repeat from here on.
+
+        Called for a new seed or a loaded state; after a reset, `WholeTrajectories` drops the old episodes by itself.
+        """
 
 
 class _Batches:

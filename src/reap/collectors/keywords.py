@@ -82,7 +82,8 @@ class CommonOptions(TypedDict, total=False):
     """A legacy updater, or a factory of one, through which weights are pushed."""
     timeout: float | None
     """Seconds for which a worker that has work may send nothing before it is reported as stuck; None: for ever, but
-    after a minute the log says where it is."""
+    after a minute the log says where it is. A worker sends one message per rollout (of an `AsyncBatchedCollector`, per
+    step): give more than that takes."""
     start_method: Literal["forkserver", "spawn"]
     """How workers start, "forkserver" or "spawn"."""
     on_failure: Literal["raise", "restart", "drop"]

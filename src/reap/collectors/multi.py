@@ -26,7 +26,7 @@ from reap.backends.worker_backend import WorkerBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink
 from reap.collectors.keywords import MultiCollectorOptions
-from reap.collectors.options import Options, is_list, read_options, shows_options
+from reap.collectors.options import Options, accept_legacy, is_list, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
 from reap.collectors.parts.background import Runner
 from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
@@ -40,11 +40,11 @@ from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, Wr
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
-UNSUPPORTED = frozenset({"interruptor", "return_same_td"})  # options that need a worker in this process
+IN_PROCESS_ONLY = frozenset({"interruptor", "return_same_td"})  # options that need a worker in this process
 PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
 
 
-@shows_options(without=UNSUPPORTED)
+@shows_options(without=IN_PROCESS_ONLY)
 class MultiCollector(BaseCollector):
     """Collects with several worker processes.
 
@@ -483,7 +483,7 @@ class MultiCollector(BaseCollector):
         )
 
 
-@shows_options(without=UNSUPPORTED)
+@shows_options(without=IN_PROCESS_ONLY)
 class MultiSyncCollector(MultiCollector):
     """Collects with several worker processes in step: a batch holds a rollout of each, all made by the same weights.
 
@@ -504,7 +504,7 @@ class MultiSyncCollector(MultiCollector):
     _sync = True
 
 
-@shows_options(without=UNSUPPORTED)
+@shows_options(without=IN_PROCESS_ONLY)
 class MultiAsyncCollector(MultiCollector):
     """Collects with several worker processes that continue while you learn: a batch is one worker's rollout.
 
@@ -526,7 +526,7 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
-@shows_options(without=UNSUPPORTED)
+@shows_options(without=IN_PROCESS_ONLY)
 class AsyncCollector(MultiAsyncCollector):
     """Collects with one worker process, which collects the next batch while you use this one.
 
@@ -587,9 +587,7 @@ def _pop_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any]]
     each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
     for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
         if old in options:
-            warn(f"{old} is deprecated, use {new}", DeprecationWarning)
-            if any(one is not None for one in each[new]):
-                raise UsageError(f"{old} and {new} are the same option; give one")
+            accept_legacy(old, new, both=any(one is not None for one in each[new]))
             each[new] = _each(old, options.pop(old), count)
     return each
 

@@ -29,10 +29,7 @@ _LEGACY = {
     "exploration_mode": "exploration_type",
 }
 _MODELS = ("policy", "env", "postproc")  # where a model's path can begin, for weights that are sent to it
-_UNSUPPORTED = {
-    "collector_class",
-    "weight_recv_schemes",
-}
+_ONLY_IN_TORCHRL = {"collector_class", "weight_recv_schemes"}
 # Options of collectors whose workers are processes of their own.
 WORKERS_ONLY = frozenset(
     {
@@ -141,7 +138,8 @@ class Options:
             a no-op; other schemes have no effect.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
         timeout: seconds for which a worker that has work may send nothing before it is reported as stuck; None: for
-            ever, but after a minute the log says where it is.
+            ever, but after a minute the log says where it is. A worker sends one message per rollout (of an
+            `AsyncBatchedCollector`, per step): give more than that takes.
         start_method: how workers start, "forkserver" or "spawn".
         on_failure: what to do when a worker dies, raises or is silent for longer than `timeout`: "raise" closes the
             collector and raises the error; "restart" starts another worker in its place; "drop" continues without it.
@@ -354,8 +352,8 @@ class Options:
         return policy, storing
 
     @property
-    def env_devices(self) -> tuple[torch.device | None, torch.device | None]:
-        """The common `device`, and the env's device, which defaults to it."""
+    def device_and_env_device(self) -> tuple[torch.device | None, torch.device | None]:
+        """`device` and `env_device` as torch devices; `env_device` is the same as `device` where it is not given."""
         common = self._device("device")
         return common, self._device("env_device") or common
 
@@ -426,15 +424,13 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
     given = dict(given)
     for old, new in _LEGACY.items():
         if old in given:
-            warn(f"{old} is deprecated, use {new}", DeprecationWarning)
-            if given.get(new) is not None:
-                raise UsageError(f"{old} and {new} are the same option; give one")
+            accept_legacy(old, new, both=given.get(new) is not None)
             given[new] = given.pop(old)
     if given.get("use_buffers") and given.get("replay_buffer") is not None:
         raise WrongArgument("use_buffers=True keeps batches; with replay_buffer there are none to keep")
     for name in _WITHOUT_EFFECT:
         given.pop(name, None)
-    for name in sorted(_UNSUPPORTED & given.keys()):
+    for name in sorted(_ONLY_IN_TORCHRL & given.keys()):
         value = given.pop(name)
         if value is not None and value is not False:
             raise UsageError(f"{owner} does not support {name} yet")
@@ -448,6 +444,13 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
     if given.get("frames_per_batch") is None:
         raise WrongArgument(f"{owner} needs frames_per_batch: how many frames a batch holds")
     return Options(**given)
+
+
+def accept_legacy(old: str, new: str, *, both: bool) -> None:
+    """Warn that the option `old` is now called `new`; raise if both are given."""
+    warn(f"{old} is deprecated, use {new}", DeprecationWarning)
+    if both:
+        raise UsageError(f"{old} and {new} are the same option; give one")
 
 
 def _why_unsupported(name: str) -> str:

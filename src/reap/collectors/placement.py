@@ -64,7 +64,7 @@ class InlinePlacement(Placement):
         self.options_by_worker, self.update_interval = instead_of.options_by_worker, instead_of.update_interval
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the replaced placement."""
+        """Return an attribute that only the replaced placement's class has."""
         return getattr(self._replaced, name)
 
     def workers_write(self, buffer: Any) -> bool:

@@ -35,9 +35,8 @@ class EnvMaker:
         if self.failure_dir is None:
             return as_env(source, kwargs, limit)
         plain = replace(self, source=source, kwargs=kwargs, failure_dir=None)
-        again = pickled_factory(
-            plain
-        )  # before `as_env`: an env that was given as an object is still in its initial state
+        # Before `as_env`: an env that was given as an object is still in its initial state.
+        again = pickled_factory(plain)
         return ActionRecorder(as_env(source, kwargs, limit), self.failure_dir, again, self.worker)
 
 

@@ -27,9 +27,8 @@ class EnvHooks:
     writes_after = False  # whether `after_step` writes all of `row.after`: the loop then copies no successors there
     draws = False  # whether random actions come from `draw`, step by step
     runs_elsewhere = False  # whether lanes live in other processes or threads, where `close` can end them during a step
-    reports_cuts = (
-        False  # whether lanes may restart after a failure: `step` then returns them among the ended, not done
-    )
+    # Whether lanes may restart after a failure: `step` then returns them among the ended, not done.
+    reports_cuts = False
     captures = True  # whether the env may record its torch calls and replay them
 
     @property

@@ -18,11 +18,10 @@ from reap.spec import EnvSpec
 
 Array = np.ndarray[Any, Any]
 
-
-# `_NOT_MOVED`: columns that are the same in every row, or written after gaps are closed.
 _FLAGS = [("next", flag) for flag in FLAGS]
 _TERMINATED = ("next", "terminated")
 _OURS = {MASK, CUT, TRAJ_IDS, EPISODE_RETURN, EPISODE_LENGTH}
+# Columns that are the same in every row, or written after gaps are closed.
 _NOT_MOVED = {*_OURS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS), *_FLAGS}
 
 

@@ -1,4 +1,4 @@
-"""Slots: memory for one rollout.   FREE → WRITING → FULL → READING → FREE, one owner at a time.
+"""Slots: memory for one rollout.   FREE → WRITING → FULL → READING → FREE (a `Pool` keeps this), one owner at a time.
 
     Layout   which columns, how many steps and lanes, and where each column begins in the block
     Slot     one block of bytes and every column as an array `[T, N, …]` on it; loose columns (text, ragged, objects)
@@ -8,9 +8,9 @@
 
 A batch is lent: its tensors are views of the slot's block, each column through an owner object made for this loan. It
 is copied only if contiguous batches are asked for or the consumer holds every slot. When the last tensor on a column
-dies, Python frees its owner and the owner's weak reference fires; after the last column, the slot is free again. Every
-column is a storage of its own, so saving one does not save the others with it. References in loose columns are handed
-over, not lent: a slot keeps no object alive that the consumer has dropped.
+dies, Python frees its owner and the owner's weak reference fires; after the last column, the slot counts as free at the
+next `acquire`. Every column is a storage of its own, so saving one does not save the others with it. References in
+loose columns are handed over, not lent: a slot keeps no object alive that the consumer has dropped.
 """
 
 from __future__ import annotations

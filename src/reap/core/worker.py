@@ -1,4 +1,4 @@
-"""Worker: one running fill loop.   take a free slot → fill it → hand it over; stop is the absence of slots.
+"""Worker: one running fill loop.   take a free slot → fill it → hand it over.
 
 Wherever a worker lives (this process, another one, another machine), the same code builds it from a `Plan`.
 """
@@ -80,7 +80,10 @@ class Plan:
 
 
 class Worker(AnyWorker):
-    """An env, a policy, the loop that joins them, and the slots it fills. `parts`: env and policy, if already built."""
+    """An env, a policy and the loop that joins them. `parts`: env and policy, if already built.
+
+    `pool`: slots, used if the collector is in the same process.
+    """
 
     def __init__(
         self,

@@ -198,7 +198,7 @@ def _swallowed(what: Any) -> None:
 # ---- this process ---------------------------------------------------------------------------------------------------
 
 
-def settle() -> None:
+def freeze_objects() -> None:
     """Exempt all objects that exist now from garbage collection: they stay, and need not be scanned each time."""
     gc.collect()
     gc.freeze()

@@ -33,10 +33,10 @@ from reap._system.fork_server.child import (
     PDEATHSIG,
     SET_NAME,
     SUBREAPER,
+    freeze_objects,
     ignore,
     prctl,
     run_child,
-    settle,
 )
 from reap._system.fork_server.orphans import SERVER_NAME, children_of, end_orphans
 
@@ -61,7 +61,7 @@ def serve(request_fd: int, parent: int, name: str, preload: Sequence[str]) -> No
             __import__(module)
     if preload:
         _warm_up()
-    settle()  # otherwise garbage collection in a child would write to, and so copy, all pages it shares with us
+    freeze_objects()  # otherwise garbage collection in a child would write to, and so copy, all pages it shares with us
     wake, waker = socket.socketpair()
     wake.setblocking(False)
     waker.setblocking(False)

@@ -28,7 +28,7 @@ class MessageSocket:
     def __init__(self, own: socket.socket) -> None:
         own.setblocking(False)
         self._socket = own
-        self._heard, self._unsent = bytearray(), bytearray()
+        self._received, self._unsent = bytearray(), bytearray()
 
     def fileno(self) -> int:
         """Return the descriptor that a selector waits for."""
@@ -63,26 +63,26 @@ class MessageSocket:
         """Return the messages that have arrived completely."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while piece := self._socket.recv(_PIECE):
-                self._heard += piece
+                self._received += piece
         found = []
         while (ends := self._first()) is not None:
             start, end = ends
-            found.append(bytes(memoryview(self._heard)[start:end]))
-            del self._heard[:end]
+            found.append(bytes(memoryview(self._received)[start:end]))
+            del self._received[:end]
         return found
 
     def _first(self) -> tuple[int, int] | None:
         """Return where the first message begins and ends, if it has arrived completely."""
         start = _LENGTH.size
-        if len(self._heard) < start:
+        if len(self._received) < start:
             return None
-        (size,) = _LENGTH.unpack_from(self._heard)
+        (size,) = _LENGTH.unpack_from(self._received)
         if size < 0:
             start += _LONG_LENGTH.size
-            if len(self._heard) < start:
+            if len(self._received) < start:
                 return None
-            (size,) = _LONG_LENGTH.unpack_from(self._heard, _LENGTH.size)
-        return (start, start + size) if len(self._heard) >= start + size else None
+            (size,) = _LONG_LENGTH.unpack_from(self._received, _LENGTH.size)
+        return (start, start + size) if len(self._received) >= start + size else None
 
     def close(self) -> None:
         """Close the connection."""

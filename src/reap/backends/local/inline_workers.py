@@ -211,7 +211,7 @@ class InlineConnection(WorkerConnection):
 class _InlineWorkerServer(LocalWorkerServer):
     """A worker that runs in the collector's own process."""
 
-    settle = staticmethod(lambda: None)  # this process's garbage collector is not ours to change
+    freeze_objects = staticmethod(lambda: None)  # this process's garbage collector is not ours to change
 
     def __init__(
         self, job: Job, files: WorkerFiles, is_cancelled: Callable[[], bool], notify: Callable[[Any], None]

@@ -1,7 +1,8 @@
 """The worker's side of the shared-memory transport: what runs in a worker's process.
 
-    free pipe ──► slot number ──► refresh weights ──► fill ──┬──────────► "full" ──► connection
-                                                             └► writer ─► "full" ──► connection    (a replay buffer)
+    free pipe ──► slot number ──► pre-collect hook ──► refresh weights ──► fill
+    fill ──┬──────────► `RolloutReady` ──► connection
+           └► writer ─► `RolloutReady` ──► connection    (a replay buffer)
     connection ──► call (seed, reset, state …), answered between two rollouts
 
 The worker waits for a free slot or a call, and answers calls before it fills slots. It ends when the parent closes
@@ -25,7 +26,7 @@ import cloudpickle
 import torch
 
 from reap._system.conversation import live
-from reap._system.fork_server.child import leave_at, settle
+from reap._system.fork_server.child import freeze_objects, leave_at
 from reap._system.messages.framed import send
 from reap._system.messages.pickling import dumps
 from reap._system.messages.remote_errors import Raised
@@ -41,7 +42,7 @@ from reap.failures import RemoteRebuilds
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
-_UNTOLD_POLL = 50  # milliseconds between checks for room to report episodes to the parent
+_REPORT_POLL = 50  # milliseconds between checks for room to report episodes to the parent
 _BUFFER_POLL = 2  # milliseconds between checks of a buffer that wants no more rows for now
 
 
@@ -132,7 +133,7 @@ class _InterruptorSnapshot:
 class LocalWorkerServer(WorkerServer):
     """A worker server that shares memory with its collector. `notify` sends messages that answer no call."""
 
-    settle: Callable[[], None] = staticmethod(settle)  # called when all long-lived objects exist
+    freeze_objects: Callable[[], None] = staticmethod(freeze_objects)  # called when all long-lived objects exist
 
     def __init__(self, job: Job, files: WorkerFiles, notify: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
         self._job, self._files = job, files
@@ -140,7 +141,7 @@ class LocalWorkerServer(WorkerServer):
         self._position = self.counters.step[job.index : job.index + 1]
         self._runs_free = False  # whether it runs free, without slots
         self.rebuilds = RemoteRebuilds(lambda error, seconds: notify(EnvRebuilt(Raised.of(error, "the env"), seconds)))
-        self._untold = UnreportedEpisodes()  # episodes for which the shared counters had no room yet
+        self._unreported = UnreportedEpisodes()  # episodes for which the shared counters had no room yet
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -180,8 +181,8 @@ class LocalWorkerServer(WorkerServer):
         """Fill a slot, and return the pickled message about it. Claimed frames decide whether actions are random."""
         slot = self._slots[index]
         claimed = self.counters.claim(self._job.index, self._size, most=self.counters.random)
-        full = self._ready_message(slot.index, slot, self._collect(slot, random=claimed is not None))
-        return dumps(full, "an observation") if full.loose else pickle.dumps(full)
+        message = self._ready_message(slot.index, slot, self._collect(slot, random=claimed is not None))
+        return dumps(message, "an observation") if message.loose else pickle.dumps(message)
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         frames = super()._rollout(slot, random=random)
@@ -193,21 +194,21 @@ class LocalWorkerServer(WorkerServer):
         if self.counters.rest:
             return int(1000 * AGAIN)
         if self.counters.claimed.sum() >= self.counters.total:  # until a worker that fails releases its frames
-            return _UNTOLD_POLL if self._untold else int(1000 * AGAIN)
+            return _REPORT_POLL if self._unreported else int(1000 * AGAIN)
         return 0 if self.writer is not None and self.writer.wanted else _BUFFER_POLL
 
     def _run_free(self) -> None:
         counters, index = self.counters, self._job.index
-        if self._untold:
-            counters.tell_ended(index, self._untold)
+        if self._unreported:
+            counters.report_ended(index, self._unreported)
         if counters.rest or self.writer is None or not self.writer.wanted:
             return
         self._position[0] = BETWEEN  # first: hooks and writes may hang from here on, which the parent must notice
         before = counters.claim(index, self._size, most=counters.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < counters.random)
-            self._untold.add(self.worker.take_episodes())
-            counters.finish(index, frames, self._size, self.counts(), self._untold)
+            self._unreported.add(self.worker.take_episodes())
+            counters.finish(index, frames, self._size, self.counts(), self._unreported)
             self._handed_over()
         self._position[0] = NOWHERE
 
@@ -222,13 +223,13 @@ class LocalWorkerServer(WorkerServer):
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def do_begin(self, memory: WorkerMemory) -> None:
-        """Map the memory that the parent has allocated."""
+        """Map the memory that the parent has allocated, then exempt what exists from garbage collection."""
         whole = SharedSlots(self._files.common if memory.common else self._files.own, memory.layout, memory.count)
         pin(whole.block, self.worker.plan.policy_device)
         self._slots = {i: whole.window(i, self.worker.layout, memory.first_lane) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(self._files.weights, memory.packing)
-        self.settle()
+        self.freeze_objects()
 
     def do_run(self) -> None:
         """Run free from now on: collect rollouts into the first slot without waiting for its number."""

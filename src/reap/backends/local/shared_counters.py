@@ -1,18 +1,20 @@
 """SharedCounters: numbers in memory that the parent and its workers share. Only claims take a lock.
 
-stop      rollouts end after the current step                            parent writes, or a worker's interruptor
-random    number of first frames of the run that have random actions     parent writes
-total     number of frames that free-running workers are to collect      parent writes
-rest      free-running workers begin no rollout                          parent writes
-leave     workers exit after their current step                          parent writes
-claimed   frames each worker has begun to collect                        its worker, the file locked while it adds;
-                                                                         the parent, while that worker rests or is gone
-step      position of each worker in its rollout                         its worker writes
-lane      the lane that is being stepped, if the env can tell            its worker writes
-made      frames and rollouts each free-running worker has finished      its worker writes
-told      the counts of each worker (`stats`)                            its worker writes
-ended     its episodes, a ring of rows                                   its worker writes, then counts them
-read      how many of these episodes the parent has taken                parent writes
+stop       rollouts end after the current step                           parent writes, or a worker's interruptor
+random     number of first frames of the run that have random actions    parent writes
+total      number of frames that free-running workers are to collect     parent writes
+rest       free-running workers begin no rollout                         parent writes
+leave      workers exit after their current step                         parent writes
+claimed    frames that count against `total`, or, of workers given       its worker, the file locked while it adds;
+           slots, against `random`: later ones are not counted           the parent, while that worker rests or is gone
+step       position of each worker in its rollout                        its worker writes
+lane       the lane that is being stepped, if the env can tell           its worker writes
+_frames    frames that each free-running worker has finished             its worker writes
+_rollouts  rollouts that each free-running worker has finished           its worker writes
+_stats     the counts of each worker                                     its worker writes
+_ended     its episodes, a ring of rows                                  its worker writes, then counts them
+_count     how many episodes it has written to the ring                  its worker writes
+_read      how many of these episodes the parent has taken               parent writes
 """
 
 from __future__ import annotations
@@ -72,23 +74,25 @@ class SharedCounters:
             self.claimed[worker] += frames
         return before
 
-    def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any], untold: UnreportedEpisodes) -> None:
+    def finish(
+        self, worker: int, frames: int, claimed: int, stats: dict[str, Any], unreported: UnreportedEpisodes
+    ) -> None:
         """Count a rollout that was written, and release the frames that were claimed but not collected.
 
-        Episodes stay in `untold` if there is no room for them because the parent has not taken earlier ones.
+        Episodes stay in `unreported` if there is no room for them because the parent has not taken earlier ones.
         """
         self.claimed[worker] += frames - claimed
         self._stats[worker] = numbers_of(stats)
-        self.tell_ended(worker, untold)
+        self.report_ended(worker, unreported)
         self._rollouts[worker] += 1
         self._frames[worker] += frames  # last: a reader of the new frame count can also read everything else
 
-    def tell_ended(self, worker: int, untold: UnreportedEpisodes) -> None:
-        """Move finished episodes from `untold` to the ring, as many as there is room for."""
-        count, episodes = int(self._count[worker]), untold.take()
+    def report_ended(self, worker: int, unreported: UnreportedEpisodes) -> None:
+        """Move finished episodes from `unreported` to the ring, as many as there is room for."""
+        count, episodes = int(self._count[worker]), unreported.take()
         room = _RING - (count - int(self._read[worker]))
         if len(episodes) > room:
-            untold.add(episodes[room:])
+            unreported.add(episodes[room:])
             episodes = episodes[:room]
         self._ended[worker, (count + np.arange(len(episodes))) % _RING] = episodes
         self._count[worker] = count + len(episodes)  # last: a reader of the count may read the rows

@@ -1,7 +1,7 @@
 """SharedMemoryTransport: worker processes on this machine, with slots and weights in shared memory.
 
     free pipe   a slot number ──► worker       permission to fill that slot: one atomic write
-    connection  calls ──► worker, answers and "full" ◄── worker
+    connection  calls ──► worker, answers and `RolloutReady` ◄── worker
     files       slots, weights (one block, read by all), counters
 
 The parent waits on connections *and* sentinels, so it notices a death when it happens. There are no threads here.
@@ -116,7 +116,7 @@ class ProcessConnection(WorkerConnection):
     def fill(self, slot: int, *, random: bool) -> None:
         """Send a slot number. The worker decides itself whether its actions are random, by the claimed frames."""
         if self._free >= 0 and self._owner == os.getpid():
-            with contextlib.suppress(BrokenPipeError):  # it is gone, which the next `hear` reports
+            with contextlib.suppress(BrokenPipeError):  # it is gone, which the next `receive` reports
                 os.write(self._free, bytes([slot]))
 
     def receive(self) -> tuple[list[Any], bool]:

@@ -16,7 +16,7 @@ from reap.backends.remote.ray import RayActorTransport, RayConnection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
 from reap.collectors.distributed.keywords import DEFAULTS, RayCollectorOptions
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.multi import IN_PROCESS_ONLY, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, is_list, shows_options
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 from reap.failures import FailurePolicy
@@ -62,7 +62,7 @@ class _RayPlacement(RemotePlacement):
 
 
 @FarCollector.register
-@shows_options(without=UNSUPPORTED, more=RayCollectorOptions, defaults={**DEFAULTS, **_RayPlacement.own})
+@shows_options(without=IN_PROCESS_ONLY, more=RayCollectorOptions, defaults={**DEFAULTS, **_RayPlacement.own})
 class RayCollector(MultiCollector):
     """Collects with Ray actors: in the cluster this process is connected to, or else in one that is started here.
 

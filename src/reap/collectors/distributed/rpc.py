@@ -14,7 +14,7 @@ from reap.backends.remote.rpc import THREADS, TensorPipeTransport
 from reap.collectors.distributed.keywords import DEFAULTS, RPCCollectorOptions
 from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, node_settings
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.multi import IN_PROCESS_ONLY, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
 from reap.errors import UsageError, WrongArgument
 
@@ -42,7 +42,7 @@ class _TensorPipePlacement(RemotePlacement):
 
 
 @FarCollector.register
-@shows_options(without=UNSUPPORTED, more=RPCCollectorOptions, defaults={**DEFAULTS, **_TensorPipePlacement.own})
+@shows_options(without=IN_PROCESS_ONLY, more=RPCCollectorOptions, defaults={**DEFAULTS, **_TensorPipePlacement.own})
 class RPCCollector(MultiCollector):
     """Collects with workers that are reached by torch.distributed.rpc (TensorPipe).
 

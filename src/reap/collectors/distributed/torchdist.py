@@ -11,7 +11,7 @@ from reap.backends.remote.gloo import GlooTransport
 from reap.collectors.distributed.keywords import DEFAULTS, DistributedCollectorOptions
 from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, node_settings
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import UNSUPPORTED, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.multi import IN_PROCESS_ONLY, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
 from reap.errors import UsageError
 
@@ -28,7 +28,7 @@ class _GlooPlacement(RemotePlacement):
 
 
 @FarCollector.register
-@shows_options(without=UNSUPPORTED, more=DistributedCollectorOptions, defaults={**DEFAULTS, **_GlooPlacement.own})
+@shows_options(without=IN_PROCESS_ONLY, more=DistributedCollectorOptions, defaults={**DEFAULTS, **_GlooPlacement.own})
 class DistributedCollector(MultiCollector):
     """Collects with workers that are reached by torch.distributed (gloo); a rollout is sent as one tensor.
 

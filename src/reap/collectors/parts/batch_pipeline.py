@@ -50,7 +50,10 @@ class BatchPipeline:
         return left or self.frames < self._total or bool(self.taken) or self.ready is not None
 
     def forget(self) -> None:
-        """Drop everything that is held back: it was collected before a reset, a new seed or a loaded state."""
+        """Drop everything that is held back, for a new seed or a loaded state: trajectory ids may repeat after these.
+
+        A reset needs no call: it gives new ids, and `WholeTrajectories` drops the old episodes.
+        """
         self.drop_taken()
         if self.sink is not None:
             self.sink.forget()

@@ -45,7 +45,7 @@ class Sorter:
 
     def __init__(self, columns: Collection[Key], lanes: int) -> None:
         self._lanes = lanes
-        self._tells_cuts = CUT in columns
+        self._reports_cuts = CUT in columns
         self.dropped: Collection[int] = ()  # lanes that make no more frames
         ours = (TRAJ_IDS, CUT, EPISODE_RETURN, EPISODE_LENGTH, _VERSION_NEXT)  # written after sorting
         keys = [key for key in delivered(columns) if key not in ours]
@@ -100,7 +100,7 @@ class Sorter:
         lanes = returned[nexts]
         chunk = {key: _rows_of_both(self._open[key], flat[key], roots) for key in self._roots}
         chunk.update({key: flat[key][nexts] for key in self._nexts})
-        if self._tells_cuts:
+        if self._reports_cuts:
             chunk[CUT] = cut[by_arrival]
         self._open = {key: _rows_of_both(self._open[key], flat[key], waiting) for key in self._roots}
         self._open_lanes = sent[waiting]
@@ -110,7 +110,7 @@ class Sorter:
     def _after_failures(self, lanes: Array, frame: Array) -> Array:
         """Return which frames, of entries sorted by lane, are the first after a failure of their lane."""
         cut = np.zeros(len(lanes), bool)
-        if self._tells_cuts and not (frame.all() and not self._cut.any()):
+        if self._reports_cuts and not (frame.all() and not self._cut.any()):
             for n, lane in enumerate(lanes.tolist()):
                 if frame[n]:
                     cut[n], self._cut[lane] = self._cut[lane], False

@@ -109,7 +109,7 @@ class EpisodeLog:
     """The episodes of all workers of a collector."""
 
     def __init__(self) -> None:
-        self._untold = UnreportedEpisodes()
+        self._unreported = UnreportedEpisodes()
         self._recent: dict[int, Episodes] = {}  # the last hundred of each worker, which include the last hundred of all
         self._warned_of = 0  # the number of dropped episodes that `records` has warned of
 
@@ -124,16 +124,16 @@ class EpisodeLog:
         if len(before):  # a worker's episodes stay in order, even if the estimate of its clock changes
             np.maximum(new[:, TIME], before[-1, TIME], out=new[:, TIME])
         self._recent[worker] = _latest(before, new)
-        self._untold.add(new)
+        self._unreported.add(new)
 
     def take(self) -> Episodes:
         """Return the episodes that ended since the last call."""
-        return self._untold.take()
+        return self._unreported.take()
 
     def records(self) -> list[dict[str, Any]]:
         """Take the episodes as records that `pandas.DataFrame` accepts; warn if older ones were dropped."""
         rows = self.take()
-        forgotten, self._warned_of = self._untold.forgotten - self._warned_of, self._untold.forgotten
+        forgotten, self._warned_of = self._unreported.forgotten - self._warned_of, self._unreported.forgotten
         if forgotten:
             warnings.warn(
                 f"{forgotten:,} episodes were dropped: only the last {KEPT:,} are kept until episodes() is "
@@ -169,7 +169,7 @@ class EpisodeLog:
         if rows.ndim != 2 or rows.shape[1] != len(COLUMNS):  # saved by an earlier version, which kept fewer columns
             rows = NO_EPISODES
         rows[:, TIME] += time.perf_counter()
-        self._untold = UnreportedEpisodes()
+        self._unreported = UnreportedEpisodes()
         self._recent = {int(worker): rows[rows[:, WORKER] == worker] for worker in np.unique(rows[:, WORKER])}
 
 

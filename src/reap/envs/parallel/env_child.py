@@ -21,7 +21,7 @@ import torch
 
 from reap._system.affinity import Cores, pin_process
 from reap._system.conversation import answered, live
-from reap._system.fork_server.child import settle
+from reap._system.fork_server.child import freeze_objects
 from reap._system.messages.framed import send
 from reap._system.messages.pickling import dumps
 from reap._system.messages.remote_errors import Raised
@@ -180,7 +180,7 @@ def serve(
 
     def serve_orders(child: EnvChild) -> None:
         child.files = [SharedFile(fd=fd) for fd in files]
-        settle()
+        freeze_objects()
         send(connection, (child.spec, child.traits))
         child.serve(order_fd)
 
