@@ -1,4 +1,4 @@
-"""InlineBackend: one worker in this thread. `take` calls the fill loop; it moves no data between processes (its env may).
+"""InlineBackend: one worker in this thread. `take` calls the fill loop; the backend has no processes (its env may).
 
 take ──► in the env ──► out of it
            │                │

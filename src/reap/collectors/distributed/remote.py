@@ -58,8 +58,8 @@ class RemotePlacement(Placement):
         return replace(self.nested, random_frames=options.random_frames // workers)
 
 
-# Collectors are registered as its subclasses, not derived from it: at most three of our classes may lie between a public
-# collector and `object` (tests/test_house.py). So they inherit nothing from it, and each copies `pause`.
+# Collectors are registered as its subclasses, not derived from it, because at most three of our classes may lie between
+# a public collector and `object` (tests/test_house.py). So they inherit nothing from it, and each copies `pause`.
 class FarCollector(MultiCollector):
     """The common type, for `isinstance`, of the collectors whose workers send their rollouts as messages.
 
