@@ -134,7 +134,7 @@ def test_weights_that_were_not_sent_are_not_waited_for():
         if len(numbers) == 2:
             raise MemoryError
 
-    transport = SimpleNamespace(sent=sent, spare=lambda: None, broadcast=broadcast)
+    transport = SimpleNamespace(sent=sent, wait_for_room=lambda: None, broadcast=broadcast)
     named = {"weight": torch.ones(3)}
     weights = BroadcastWeights(Packing.of(named), list(named), transport)
     weights.publish(named, 1)

@@ -1,7 +1,8 @@
 """Deliveries: which rollouts make a batch, and when a slot is given to a worker again.
 
     InStep      one slot for all: worker w fills lanes [w·B, (w+1)·B); a batch has one version and every worker
-    AsReady     each worker has slots of its own: the first rollout that is ready is taken first; workers never stop
+    AsReady     each worker has slots of its own: the first rollout that is ready is taken first; workers go on
+                meanwhile, until their slots are full
     IntoBuffer  workers write their rollouts to a buffer themselves: only the number of frames comes here
 
                     ┌── a slot number ──► worker 0 ─┐
@@ -164,7 +165,7 @@ class AsReady(Delivery):
                     supervisor.fill(worker, slot)
         self._refill_returned()
         while not supervisor.arrived:
-            supervisor.listen(first=True)
+            supervisor.listen(rollouts_first=True)
         worker, ready = supervisor.arrived.popleft()
         arrays = {**self._lend(worker, ready.slot), **ready.loose}
         layout = worker.info.layout
@@ -230,7 +231,7 @@ class IntoBuffer(InRounds):
         else:
             self._order_more(most)
             while not supervisor.arrived:
-                supervisor.listen(first=True)
+                supervisor.listen(rollouts_first=True)
             worker, ready = supervisor.arrived.popleft()
             frames = ready.frames
         return Rollout({}, worker.info.layout, frames, ready.version, worker=worker.index)

@@ -1,4 +1,4 @@
-"""InlineBackend: one worker in this thread. `take` calls the fill loop; no data is moved between processes.
+"""InlineBackend: one worker in this thread. `take` calls the fill loop; the backend has no processes (its env may).
 
 take ──► in the env ──► out of it
            │                │

@@ -47,7 +47,7 @@ from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import fresh_seed
 
 OnAnswer = Callable[[WorkerHandle, Any], None]
-UNREQUESTED = 0  # stands for the call number of the first message a worker sends, which answers no call
+UNREQUESTED = 0  # stands for the call number of a worker's `WorkerInfo`, which answers no call
 
 
 class Supervisor:
@@ -164,10 +164,11 @@ class Supervisor:
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
-    def listen(self, *, first: bool = False, within: float | None = None) -> None:
+    def listen(self, *, rollouts_first: bool = False, within: float | None = None) -> None:
         """Wait until a worker has sent something or is gone, and process its messages.
 
-        `first`: raise no failure while there are rollouts to take. `within`: the most seconds to wait; 0 does not wait.
+        `rollouts_first`: raise no failure while there are rollouts to take. `within`: the most seconds to wait; 0 does
+        not wait.
         """
         if self._failure is None:
             silent = self.silence.patience(self._silent_since())
@@ -180,7 +181,7 @@ class Supervisor:
                 if not self.workers[index].dropped:
                     self._receive(self.workers[index])
             self._check_silence()  # last: a worker that has sent something is not silent, however late it is read
-        if self._failure is not None and not (first and self.arrived):
+        if self._failure is not None and not (rollouts_first and self.arrived):
             raise self._failure
 
     def _receive(self, worker: WorkerHandle) -> None:
@@ -197,7 +198,7 @@ class Supervisor:
                 self.fail(worker, message.unpack())
                 return
             if isinstance(message, RolloutReady):
-                self._file(worker, message)
+                self._record_rollout(worker, message)
                 continue
             call, value = (message.call, message.value) if isinstance(message, Answer) else (UNREQUESTED, message)
             if worker.joining is not None:
@@ -211,7 +212,7 @@ class Supervisor:
         if ended and worker.live_connection is connection:
             self.fail(worker, worker.child.death())
 
-    def _file(self, worker: WorkerHandle, ready: RolloutReady) -> None:
+    def _record_rollout(self, worker: WorkerHandle, ready: RolloutReady) -> None:
         worker.pending_slots.pop(ready.slot, None)
         worker.keep_stats(ready.stats)
         worker.state_after = ready.state_after

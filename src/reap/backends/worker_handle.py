@@ -22,7 +22,8 @@ class WorkerHandle:
     def __init__(self, job: Job) -> None:
         self.index = job.index
         self.job: Job | None = job  # what it is started from; kept only if it may be restarted
-        self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number; empty if it fills lanes of a common slot
+        # Where its rollouts lie, by number; empty if it writes to a common slot in shared memory by itself.
+        self.slots: dict[int, Slot] = {}
         self.lent: set[int] = set()  # numbers of those slots whose tensors the consumer still holds
         self.inbox: deque[Any] = deque()  # the answer to its last call, once it has arrived
         self.busy_since = 0.0  # when it last sent something, or received work while idle

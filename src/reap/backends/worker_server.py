@@ -74,7 +74,9 @@ class Job:
     init: Callable[[], Any] | None = None
     hooks: Hooks | None = None  # None: no hooks; a writer then keeps the hooks it was made with
     strategy: Any = None  # a user's own strategy, which applies weights
-    writer: Callable[..., RowWriter] | None = None  # called in the worker; makes the writer of its rollouts
+    # Makes the writer of its rollouts. Called in the worker: with descriptors and the worker's number where memory is
+    # shared, without arguments elsewhere.
+    writer: Callable[..., RowWriter] | None = None
     preempted: bool = False  # whether its rollouts may be cut short
     saves: bool = False  # whether it sends its whole state with each rollout, so that a replacement can resume
     restarts: int = 0  # how many workers it replaces, one after another
@@ -119,7 +121,9 @@ class EnvRebuilt:
     seconds: float  # that the rebuild took
 
 
-HELLO = "hello"  # first message of a worker's process: it has started, and runs the user's code next
+# First message of a worker process that shares memory: it has started, and runs the user's code next. Remote workers
+# send none.
+HELLO = "hello"
 _STARTS_EPISODES = ("reset", "set_seed", "load_state")  # calls that start new episodes
 
 

@@ -68,6 +68,7 @@ class InlinePlacement(Placement):
         return getattr(self._replaced, name)
 
     def workers_write(self, buffer: Any) -> bool:
+        # The second half excludes buffers in Ray actors: only Ray's workers write to those themselves.
         return self._replaced.workers_write(buffer) and super().workers_write(buffer)
 
     def transport(self, plans: Sequence[Any], options: Options) -> Transport:

@@ -232,7 +232,7 @@ class Slot:
         }
         self.arrays = {**(layout.arrays(self.block) if arrays is None else arrays), **self._loose}
         self.state = State.FREE
-        self.place: int | None = None  # its number in the env that made it, if one did
+        self.slot_number: int | None = None  # its number in the env that made it, if one did
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
@@ -347,9 +347,9 @@ class Slot:
             row.reward, row.mask, row.done, row.terminated, row.truncated = rest
             row.copies = tuple([(after[i], successor[i]) for i in separate])
             row.place = None
-            if self.place is not None:  # a last row whose successors lie outside this slot has no place
+            if self.slot_number is not None:  # a last row whose successors lie outside this slot has no place
                 beyond = successor and successor[0] is after[0] and a + t + 1 == self.layout.steps
-                row.place = None if beyond else (self.place, a + t)
+                row.place = None if beyond else (self.slot_number, a + t)
             yield row
 
 

@@ -2,11 +2,12 @@
 
     store (loopback; other machines connect through a listener)  ── orders, signed ─►  remote worker
     group of two, for each worker                          ◄── header, slot ────  remote worker
-    group of all                                           ── weights, broadcast ► remote workers (of nodes; those of
-                                                                                   this machine read shared memory)
+    group of all                                           ── weights, broadcast ► remote workers (of nodes; processes
+                                                                  that launcher "mp" has started read shared memory)
 
 One thread per worker receives. It ends when the worker's connection ends, or when its node is lost. A broadcast needs
-all workers: where workers may be replaced or dropped, a second thread per worker sends it the latest weights.
+all workers. Among nodes, where workers may be replaced or dropped, a second thread per worker sends it the latest
+weights.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class GlooTransport(LaunchedTransport):
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
         packed = {worker.index: dumps(worker.job, f"what worker {worker.index} needs") for worker in workers}
         if self._orders is None:
-            self._open_store(loopback_store(self._nodes.port if self._local else 0, FOREVER), len(workers))
+            self._open_store(len(workers))
         assert self._orders is not None
         if self._node_pool is None:
             restarts = {worker.index: worker.restarts for worker in workers}
@@ -229,7 +230,8 @@ class GlooTransport(LaunchedTransport):
             connection = GlooConnection(worker, self.sent, child, self._address, self._orders, self.wakeup)
             self.connect(worker, connection, child.sentinel)
 
-    def _open_store(self, store: Any, count: int) -> None:
+    def _open_store(self, count: int) -> None:
+        store = loopback_store(self._nodes.port if self._local else 0, FOREVER)
         self._orders = _OrderStore(store)  # first, so that `end` closes it
         if self._local:
             self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
@@ -259,7 +261,7 @@ class GlooTransport(LaunchedTransport):
         except (ConnectionError, RuntimeError) as error:
             raise self._send_failure(error) from None
 
-    def spare(self) -> Tensor | None:
+    def wait_for_room(self) -> Tensor | None:
         """Wait while too many broadcasts are in flight: before anything is counted, so that Ctrl-C changes nothing."""
         began, logged = time.monotonic(), False
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
@@ -273,8 +275,7 @@ class GlooTransport(LaunchedTransport):
                 self._spare.append(sent)
                 continue
             time.sleep(_POLL)
-            if threading.current_thread() is threading.main_thread():
-                self._interrupts.let_in()
+            self._interrupts.let_in()
             waited = time.monotonic() - began
             if waited > self._silence.limit and not logged:
                 worker, logged = self._suspect(), True

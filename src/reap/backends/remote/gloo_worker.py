@@ -23,6 +23,7 @@ from reap._foreign import torch_internals
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.remote_worker import (
+    MORE,
     LocalWeights,
     Message,
     Order,
@@ -34,7 +35,6 @@ from reap.backends.remote.remote_worker import (
     run_remote_worker,
     weights_size,
 )
-from reap.backends.worker_server import Job
 from reap.core.shared_slots import SharedFile
 from reap.weights.shared import Packing
 
@@ -127,7 +127,7 @@ class GlooParentConnection(ParentConnection):
                 message, done = item
                 place = f"from/{self._name}/{self._messages_sent}"
                 more = self._signer.sign(message.more, place) if message.more else b""
-                message.header[1] = len(more)
+                message.header[MORE] = len(more)
                 self._send(message.header)
                 if message.block is not None:
                     self._send(message.block)
@@ -168,10 +168,6 @@ class _ReceivedWeights(WeightInbox):
             self.close()
 
 
-def _by_broadcast(job: Job, address: Address) -> Callable[[torch.Tensor], Any]:
-    return functools.partial(join_broadcast, address.group("weights", job.index + 1, job.workers + 1))
-
-
 def name_of(index: int, restarts: int) -> str:
     """Return the name of a worker in the store; a replacement has a new one."""
     return f"{index}.{restarts}"
@@ -192,17 +188,25 @@ def run_gloo(
     `one_by_one`: weights are sent to each worker alone, not by broadcast, because workers may be replaced.
     """
     parent = GlooParentConnection(name_of(index, restarts), address)
-    opened = load_job(job, parent)
-    if opened is None:
+    loaded = load_job(job, parent)
+    if loaded is None:
         return
+
+    def join_broadcasts() -> Callable[[torch.Tensor], Any]:
+        group = address.group("weights", loaded.index + 1, loaded.workers + 1)
+        return functools.partial(join_broadcast, group)
+
+    def receive_alone(packed: torch.Tensor) -> Any:
+        return parent.group.recv([packed], 0, WEIGHTS)
+
     weights: Weights
     if fds:
         weights = LocalWeights(SharedFile(fd=fds[0]))
     elif one_by_one:
-        weights = _ReceivedWeights(lambda: lambda packed: parent.group.recv([packed], 0, WEIGHTS))
+        weights = _ReceivedWeights(lambda: receive_alone)
     else:
-        weights = _ReceivedWeights(functools.partial(_by_broadcast, opened, address))
-    run_remote_worker(opened, parent, weights)
+        weights = _ReceivedWeights(join_broadcasts)
+    run_remote_worker(loaded, parent, weights)
 
 
 def run_gloo_on_node(

@@ -45,8 +45,14 @@ class LaunchedTransport(MessageTransport):
         pool = self._node_pool
         assert pool is not None
         if all(worker.connection is None for worker in workers):
-            packed, said, keep = list(jobs.values()), list(more.values()), self._one_by_one
-            gathered = pool.gather(packed, self.network, said, self._ended, self.wait_for_wakeup, spares=keep)
+            gathered = pool.gather(
+                list(jobs.values()),
+                self.network,
+                list(more.values()),
+                self._ended,
+                self.wait_for_wakeup,
+                spares=self._one_by_one,
+            )
             self._children.update(zip(jobs, gathered))
         else:
             for i, job in jobs.items():

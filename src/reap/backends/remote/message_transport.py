@@ -1,8 +1,8 @@
-"""MessageTransport: base of transports that share no memory with their workers, so that slots are sent.
+"""MessageTransport: base of transports whose workers send their rollouts as messages, not through shared slots.
 
     fill ──► order ──► some network ──► remote worker
                                              │ messages
-    slot ◄── received ◄── wakeup ◄───────────┘
+    slot ◄── unpacked ◄── wakeup ◄───────────┘
 
 Network threads put received messages into a worker's inbox and wake the waiting thread. A rollout is written to its
 final place: the worker's own slot, or its lanes of the slot that all workers fill.
@@ -42,7 +42,10 @@ C = TypeVar("C", bound=WorkerConnection)
 
 
 class SentWeights:
-    """Counts publications of weights. Each order carries the count, and its worker first waits for that publication."""
+    """Counts the messages that published weights; 0 where weights are in shared memory.
+
+    Each order carries the count, and its worker first waits for that message.
+    """
 
     count = 0
 
@@ -86,7 +89,7 @@ class MessageConnection(WorkerConnection):
     def join_threads(self) -> None:
         """Wait until no thread here waits for the worker, whose process was ended."""
 
-    def received(self, message: Message) -> Any:
+    def unpacked(self, message: Message) -> Any:
         """Return the content of a message, after copying a rollout's bytes into its slot."""
         header = Header(message.header)
         if message.block is not None:
@@ -114,9 +117,15 @@ def copy_into_slot(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> No
 class NetworkChild:
     """A process reached over a network. It counts as gone when it has ended and all its messages were received."""
 
-    def __init__(self, child: Any, connection: MessageConnection, give_up: Callable[[], None]) -> None:
-        self.process, self._connection, self._give_up, self._gave_up = child, connection, give_up, False
-        self.silence, self.ask_stack, self.signal, self._killed = child.silence, child.ask_stack, child.signal, False
+    def __init__(self, child: Any, connection: MessageConnection, release_receiver: Callable[[], None]) -> None:
+        self.process = child
+        self._connection = connection
+        self._release_receiver = release_receiver
+        self._released = False
+        self._killed = False
+        self.silence = child.silence
+        self.ask_stack = child.ask_stack
+        self.signal = child.signal
         self.ask_stacks = getattr(child, "ask_stacks", dict)  # for processes of this machine only
 
     @property
@@ -148,12 +157,15 @@ class NetworkChild:
         return found
 
     def gone(self) -> bool:
-        """Return whether it has ended and all its messages were received."""
+        """Return whether it has ended and all its messages were received.
+
+        The first call that finds it ended also releases the receiver, if that still waits for the first sign.
+        """
         if not self.process.gone():
             return False
-        if not self._gave_up:
-            self._gave_up = True
-            self._give_up()
+        if not self._released:
+            self._released = True
+            self._release_receiver()
         return self._connection.ended
 
 
@@ -164,20 +176,20 @@ class BroadcastWeights:
         self.packing, self._transport = packing, transport
         self._optional = [name for name in packing.shapes if name not in set(needed)]
         self._kept: dict[str, Tensor] = {}  # the latest value of each optional tensor that was sent
-        self._given: dict[str, int] = {}  # the number of the message that last updated each tensor
+        self._updated_in: dict[str, int] = {}  # the number of the message that last updated each tensor
         self._messages = transport.sent.count  # the number of the last message, sent or not
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
         """Pack once, send to all. Omitted tensors are sent unchanged: a busy worker sees the last message only."""
         transport = self._transport
-        packed = transport.spare()
+        packed = transport.wait_for_room()
         if packed is None:
             packed = torch.empty(weights_size(self.packing), dtype=torch.uint8)
         self._messages += 1
         count = self._messages
         self._kept.update({name: named[name].detach().clone() for name in self._optional if name in named})
-        self._given.update(dict.fromkeys(named, count))
-        pack_weights(packed, self.packing, {**self._kept, **named}, self._given, count, version)
+        self._updated_in.update(dict.fromkeys(named, count))
+        pack_weights(packed, self.packing, {**self._kept, **named}, self._updated_in, count, version)
         transport.broadcast(packed)
         transport.sent.count = count  # last: workers wait for the count in their orders
 
@@ -201,7 +213,7 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def broadcast(self, packed: Tensor) -> None:
-        """Send packed weights to all workers. This memory is not written again until `spare` returns it."""
+        """Send packed weights to all workers. This memory is not written again until `wait_for_room` returns it."""
 
     def send_to_each(self, packed: Any) -> None:
         """Send weights to each worker in turn, and keep them for workers that start later."""
@@ -217,8 +229,8 @@ class MessageTransport(Transport):
     def join_weights(self) -> None:
         """Prepare to send weights: all workers wait for them from now on."""
 
-    def spare(self) -> Tensor | None:
-        """Return packed weights that were sent and can be refilled, because reused memory costs less than new."""
+    def wait_for_room(self) -> Tensor | None:
+        """Wait until another message may be sent; return memory of one that was sent, or None."""
         return None
 
     # ---- life ------------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class RayConnection(MessageConnection):
                 self.child.end("its actor ended" if error is None else _death_text(error))
                 self._futures.clear()
                 break
-            found.append(self.received(Message(*message)))
+            found.append(self.unpacked(Message(*message)))
             self._ask_message()
         return found, self.child.gone()
 

@@ -4,7 +4,8 @@
           └─► answer ──────────► messages ──► transport
     weights ──► received in the background ──► loaded before the next rollout      (or read, where memory is shared)
 
-An order carries the number of the last publication of weights: it is never executed with older weights.
+An order is never executed with weights older than the order. Where weights are messages, it carries the number of the
+last one, for which its worker waits; shared memory was written before the order was sent.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
 BLOCKS = 2  # memory for rollouts of a remote worker
+ROLLOUT, MORE, SLOT, FRAMES, VERSION, SINCE = range(6)  # the first words of a header
 _SPAN, _STATS = 6, 8  # where in a header the time span and the stats begin
 _WORDS = _STATS + len(COUNT_NAMES)
 _PREFIX = 16  # bytes at the start of packed weights: their count and version
@@ -51,7 +53,7 @@ class Message(NamedTuple):
         """Return a message that holds this object."""
         data = bytes(cloudpickle.dumps(message))
         words = header()
-        words[1] = len(data)
+        words[MORE] = len(data)
         return cls(words, None, data)
 
     @classmethod
@@ -59,10 +61,11 @@ class Message(NamedTuple):
         """Return the message for a full slot; parts without a fixed size, like references and finals, are pickled."""
         ended = full.episodes is not None and len(full.episodes)
         kept = full.finals, full.loose, full.episodes, full.statistics, full.state_after
-        more = bool(full.loose) or ended or any(one is not None for one in (kept[0], *kept[3:]))
+        more = ended or bool(full.loose)
+        more = more or any(one is not None for one in (full.finals, full.statistics, full.state_after))
         data = bytes(cloudpickle.dumps(kept)) if more else b""
         words, numbers = header(), numbers_of(full.stats)
-        words[:6] = 1, len(data), full.slot, full.frames, full.version, full.since
+        words[:_SPAN] = 1, len(data), full.slot, full.frames, full.version, full.since
         words[_SPAN:_STATS].view(np.float64)[:] = full.span
         words[_STATS:].view(np.float64)[:] = numbers
         return cls(words, block, data)
@@ -73,15 +76,28 @@ class Header:
 
     def __init__(self, words: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self.words = words
-        self.rollout, self.more, self.slot = bool(words[0]), int(words[1]), int(words[2])
+        self.rollout, self.more, self.slot = bool(words[ROLLOUT]), int(words[MORE]), int(words[SLOT])
 
     def full(self, more: bytes) -> RolloutReady:
         """Return the `RolloutReady` of this header and the pickled parts `more`."""
-        finals, loose, *rest = pickle.loads(more) if more else (None, {}, None, None, None)
-        frames, version, since = self.words[3:6].tolist()
+        kept = pickle.loads(more) if more else (None, {}, None, None, None)
+        finals, loose, episodes, statistics, state_after = kept
+        frames, version, since = self.words[FRAMES:_SPAN].tolist()
         stats = stats_of(self.words[_STATS:].view(np.float64))
         begun, ended = self.words[_SPAN:_STATS].view(np.float64).tolist()
-        return RolloutReady(self.slot, frames, version, stats, finals, loose, since, (begun, ended), *rest)
+        return RolloutReady(
+            self.slot,
+            frames,
+            version,
+            stats,
+            finals=finals,
+            loose=loose,
+            since=since,
+            span=(begun, ended),
+            episodes=episodes,
+            statistics=statistics,
+            state_after=state_after,
+        )
 
 
 def header() -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -171,9 +187,9 @@ class WeightInbox(Weights):
             packed, self._packed = self._packed, None
         if packed is None or self._packing is None:
             return None
-        given, values = _unpack(packed, self._packing)
+        updated_in, values = _unpack(packed, self._packing)
         with torch.no_grad():
-            for tensor, count, value in zip(tensors, given.tolist(), values):
+            for tensor, count, value in zip(tensors, updated_in.tolist(), values):
                 if count > self._read:
                     tensor.copy_(value)
         self._read, version = (int(word) for word in packed[:_PREFIX].view(torch.int64))
@@ -188,14 +204,23 @@ def weights_size(packing: Packing) -> int:
 
 
 def pack_weights(
-    packed: Tensor, packing: Packing, named: Mapping[str, Tensor], given: Mapping[str, int], count: int, version: int
+    packed: Tensor,
+    packing: Packing,
+    named: Mapping[str, Tensor],
+    updated_in: Mapping[str, int],
+    count: int,
+    version: int,
 ) -> None:
-    """Write weights as one flat message: its number, their version, the message that last updated each, all tensors."""
+    """Write weights as one message.
+
+    Its number (`count`), their version, for each tensor the number of the message that last updated it (`updated_in`),
+    and all tensors.
+    """
     packed[:_PREFIX].view(torch.int64)[:] = torch.tensor([count, version])
     counts, values = _unpack(packed, packing)
     with torch.no_grad():
         for i, (name, *_) in enumerate(packing.entries):
-            counts[i] = given.get(name, 0)
+            counts[i] = updated_in.get(name, 0)
             if name in named:
                 values[i].copy_(named[name])
 
@@ -205,8 +230,8 @@ def _start(packing: Packing) -> int:
 
 
 def _unpack(packed: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
-    given = packed[_PREFIX : _PREFIX + 8 * len(packing.entries)].view(torch.int64)
-    return given, packing.views(packed[_start(packing) :].numpy())
+    updated_in = packed[_PREFIX : _PREFIX + 8 * len(packing.entries)].view(torch.int64)
+    return updated_in, packing.views(packed[_start(packing) :].numpy())
 
 
 class RemoteWorker(WorkerServer):
@@ -248,7 +273,7 @@ class RemoteWorker(WorkerServer):
             self.worker.version = version
 
     def do_begin(self, packing: Packing | None) -> None:
-        """Expect weights of this packing from now on, as all workers have started."""
+        """Expect weights of this packing from now on."""
         if packing is not None:
             self._weights.expect(packing)
 

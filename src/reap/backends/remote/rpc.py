@@ -184,7 +184,7 @@ class RPCConnection(MessageConnection):
 
     def receive(self) -> tuple[list[Any], bool]:
         messages, gone = super().receive()
-        return [self.received(said) for said in messages], gone
+        return [self.unpacked(said) for said in messages], gone
 
 
 class TensorPipeTransport(LaunchedTransport):

@@ -1,7 +1,7 @@
 """The worker's side of torch.distributed.rpc: the functions called in workers, and how agents find each other.
 
     collector ── weights ┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: each agent sends to two
-                         └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
+                         └─► worker 1  └─► worker 3 …      (of nodes; launcher "mp": shared memory)
 
 Where workers may be replaced or dropped, no agent may depend on another: each is an RPC group (world) of its own. The
 collector's agent is introduced to each as it starts, and sends weights to all of them itself.

@@ -21,7 +21,7 @@ from reap.errors import UsageError, WrongArgument
 
 
 class RemotePlacement(Placement):
-    """Places workers where they share no memory with this process; takes its own options out of a collector's."""
+    """Places workers that send their rollouts as messages; takes its own options out of a collector's."""
 
     pack = staticmethod(pack_bytes)  # without file descriptors, which mean nothing on another machine
     preempts = False
@@ -37,9 +37,8 @@ class RemotePlacement(Placement):
         )
         self.given = {name: left.pop(name, usual) for name, usual in self.own.items()}
         self.nested = nested_workers_for(left.pop("collector_class", None), left.pop("num_workers_per_collector", 1))
-        self.options_left, self.options_by_worker = merge_options(
-            left, left.pop("collector_kwargs", None), ("sync", *self.given)
-        )
+        further = left.pop("collector_kwargs", None)
+        self.options_left, self.options_by_worker = merge_options(left, further, ("sync", *self.given))
 
     def workers_write(self, buffer: Any) -> bool:
         return False  # rollouts come to this process, which writes them to the buffer
@@ -59,8 +58,10 @@ class RemotePlacement(Placement):
         return replace(self.nested, random_frames=options.random_frames // workers)
 
 
+# Collectors are registered as its subclasses, not derived from it, because at most three of our classes may lie between
+# a public collector and `object` (tests/test_house.py). So they inherit nothing from it, and each copies `pause`.
 class FarCollector(MultiCollector):
-    """The common type, for `isinstance`, of the collectors whose workers share no memory with this process.
+    """The common type, for `isinstance`, of the collectors whose workers send their rollouts as messages.
 
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.

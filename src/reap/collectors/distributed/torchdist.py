@@ -36,8 +36,8 @@ class DistributedCollector(MultiCollector):
     >>> for batch in collector:
     ...     collector.update_policy_weights_()
 
-    Workers on this machine read new weights from shared memory. Weights are broadcast to other nodes, or sent to them
-    one by one if `on_failure` allows workers to be replaced or dropped.
+    With launcher "mp" workers read new weights from shared memory. With the others weights are broadcast, or sent to
+    one worker after another if `on_failure` allows workers to be replaced or dropped.
 
     The collector listens only on the loopback address, unless `listen` names another. It does not touch a process group
     that the trainer has made. See `FarCollector`.

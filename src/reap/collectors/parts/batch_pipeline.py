@@ -93,7 +93,8 @@ class BatchPipeline:
             self.frames += batch.numel() if rollout is None else rollout.frames
             if whole is None:
                 if self.arrangement.cuts and self.frames > self._total:
-                    batch, self.frames = batch[: int(self._total - self.frames)], int(self._total)
+                    excess = int(self.frames - self._total)
+                    batch, self.frames = batch[:-excess], int(self._total)
                 self.taken = [Part(batch)] if own is not None or rollout is None else self._arranged(batch, rollout)
                 return
             before = len(whole)

@@ -128,7 +128,7 @@ def firsts_in(block: np.ndarray[Any, Any], layout: Layout) -> list[np.ndarray[An
 
 
 def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows, rebuilt: RebuiltLanes | None = None) -> None:
-    """Step `lanes`, and reset those that ended at once, while other groups may still be stepping.
+    """Step `lanes`, and at once reset those whose episodes ended; other groups may still be stepping.
 
     `into` gets their first observations. From an env that has `after_step` it gets what every lane sees next, because
     an agent may be reset without its lane.
@@ -205,15 +205,15 @@ class EnvChild(abc.ABC):
     def serve(self, order_fd: int) -> None:
         """Carry out orders from the order pipe until the parent has closed it."""
         while len(data := os.read(order_fd, ORDER.size)) == ORDER.size:
-            what, place, step = ORDER.unpack(data)
+            what, slot_number, step = ORDER.unpack(data)
             if what == CALL:
                 number, name, arguments = self._connection.recv()
                 work = functools.partial(getattr(self, f"do_{name}"), *arguments)
                 send(self._connection, answered(number, work, SpecMismatch))  # refused: the parent may call again
             else:
-                self._execute(what, place, step)
+                self._execute(what, slot_number, step)
 
-    def do_begin(self, first: int, lanes: int) -> None:
+    def do_number_lanes(self, first: int, lanes: int) -> None:
         """Learn the number of this child's first lane; `_first`, `_some` and `_seeds` become views of shared memory."""
         self._from, self._to = first, first + self.spec.lanes
         layout = Layout(self.spec.observation, 1, lanes, batched=True)
@@ -252,13 +252,13 @@ class EnvChild(abc.ABC):
     def _answer(self) -> None:
         os.write(self._reply, ANSWERED)
 
-    def _execute(self, what: int, place: int, step: int) -> None:
+    def _execute(self, what: int, slot_number: int, step: int) -> None:
         """Carry out an order that is not a call; not used where threads read their orders themselves."""
         raise NotImplementedError
 
     @abc.abstractmethod
-    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        """Learn of a new slot with the number `place`, which lies from `start` in a file that now has `end` bytes."""
+    def do_slot(self, slot_number: int, layout: Layout, start: int, end: int) -> None:
+        """Learn of a new slot of this number, which lies from `start` in a file that now has `end` bytes."""
 
     @abc.abstractmethod
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -282,16 +282,16 @@ class LanesChild(EnvChild):
         self._rows: dict[int, list[Row]] = {}
         self._loose = loose_leaves(self.spec)
 
-    def _execute(self, what: int, place: int, step: int) -> None:
+    def _execute(self, what: int, slot_number: int, step: int) -> None:
         if self._answer_ping(what, step):
             return
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
         if what == RESET:
             reset_some(self._env, chosen, self._first, self._seeds)
         elif what == DRAW:
-            self._env.draw(self._rows[place][step])
+            self._env.draw(self._rows[slot_number][step])
         else:
-            advance(self._env, chosen, self._rows[place][step], self._first, self._rebuilt)
+            advance(self._env, chosen, self._rows[slot_number][step], self._first, self._rebuilt)
         if not self._loose:
             if self._rebuilt is None or not self._rebuilt.told:
                 self._answer()
@@ -299,7 +299,7 @@ class LanesChild(EnvChild):
             send(self._connection, self._rebuilt.take())  # before the byte: a parent that has read the byte reads this
             os.write(self._reply, REBUILT)
             return
-        stepped = self._rows[place][step].next if what in (STEP, STEP_SOME) else None
+        stepped = self._rows[slot_number][step].next if what in (STEP, STEP_SOME) else None
         told = LooseValues(
             list(chosen), [(stepped and stepped[n][chosen], self._first[n][chosen]) for n in self._loose]
         )
@@ -307,8 +307,8 @@ class LanesChild(EnvChild):
         self._answer()  # before the message: it may be too large for the socket, which the parent reads after the byte
         self._connection.send_bytes(packed)
 
-    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        self._rows[place] = self._rows_of(layout, start, end, 0, self.spec.lanes, self.spec)
+    def do_slot(self, slot_number: int, layout: Layout, start: int, end: int) -> None:
+        self._rows[slot_number] = self._rows_of(layout, start, end, 0, self.spec.lanes, self.spec)
 
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)

@@ -39,6 +39,7 @@ class EnvProcess:
         self._timeout = timeout
         self.conversation = Conversation(child)
         self._poll = select.poll()  # wakes on an answer, on a message, and when the child has ended
+        # Without a timeout the reply pipe, which closes with the child, is enough.
         for fd in (reply, child.socket.fileno()) if timeout is None else (reply, child.sentinel, child.socket.fileno()):
             self._poll.register(fd, select.POLLIN)
         self.logged = False  # whether its silence is in the log already
@@ -74,10 +75,10 @@ class EnvProcess:
 
     # ---- orders and calls -----------------------------------------------------------------------------------------
 
-    def order(self, what: int, place: int = 0, step: int = 0) -> None:
+    def order(self, what: int, slot_number: int = 0, step: int = 0) -> None:
         """Send an order, with its row if it needs one, without waiting for the answer."""
         try:
-            os.write(self.order_fd, ORDER.pack(what, place, step))
+            os.write(self.order_fd, ORDER.pack(what, slot_number, step))
         except BrokenPipeError:
             raise self.death() from None
 
@@ -92,8 +93,8 @@ class EnvProcess:
     def wait(self) -> None:
         """Wait until the reply pipe has something to read, or the child has ended.
 
-        Messages are read meanwhile: a large one, or one behind the answers to calls that Ctrl-C interrupted, does not
-        fit into the socket's buffer, and the child writes to the reply pipe only after it has sent the message.
+        Messages are read meanwhile: the child may send one before it writes to the reply pipe, and a message that does
+        not fit into the socket's buffer would block it.
         """
         timeout, line = self._timeout, self.child.socket.fileno()
         while True:
@@ -107,7 +108,7 @@ class EnvProcess:
             elif timeout is None:
                 self._log_silence()
             else:
-                raise self.silence()
+                raise self.silent_error()
 
     def receive(self) -> None:
         """Move messages that have come into the inbox, so that the child can send more."""
@@ -130,7 +131,7 @@ class EnvProcess:
                         raise
                     self._log_silence()
         except (ChildGone, ChildSilent) as reason:
-            error = self.death() if isinstance(reason, ChildGone) else self.silence()
+            error = self.death() if isinstance(reason, ChildGone) else self.silent_error()
             raise error from error.__cause__
         except ReapError as error:
             self.failed = self.failed or self.conversation.failed
@@ -154,16 +155,16 @@ class EnvProcess:
             self.conversation.receive()
         for message in self.conversation.inbox:
             if isinstance(message, Raised):
-                return self._logged(self.named(message.unpack()))
+                return self._logged(message.unpack())
         return self._logged(self.child.death())
 
-    def silence(self) -> WorkerSilent:
+    def silent_error(self) -> WorkerSilent:
         """Return the error for a child that exceeded its timeout."""
         self.failed = self.silent = True
         return self._logged(self.child.silence(self._timeout or 0.0, self._timeout))
 
     def _logged(self, error: E) -> E:
-        error.at(worker=self.name)
+        self.named(error)
         record("death", self.name, "%s", str(error).partition("\n")[0])
         return error
 

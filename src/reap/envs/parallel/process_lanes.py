@@ -68,9 +68,9 @@ def _one_or_all(things: Sequence[Any]) -> Any:
     return things[0] if all(one is things[0] for one in things) else things
 
 
-def _without_spaces(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
-    """Return the shapes and dtypes of actions, without their spaces."""
-    return {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
+def _without_spaces(columns: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
+    """Return the shapes and dtypes of these columns, without their spaces."""
+    return {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in columns.items()}
 
 
 class ProcessLanes(Env):
@@ -113,12 +113,12 @@ class ProcessLanes(Env):
         self._owner = os.getpid()
         self._action: dict[Key, Leaf] | None = None
         self._own_slot: Slot | None = None
-        self._end, self._places = 0, 0
+        self._end, self._slot_count = 0, 0
         self._token = 0  # the token of the last `_settle`
         guard(self)
         try:
             with limits_as_worker_died("processes for the lanes"):
-                self._begin()
+                self._start_all()
         except BaseException:
             self.close()
             raise
@@ -127,7 +127,7 @@ class ProcessLanes(Env):
         """Refuse use in a forked copy: the processes and their answers belong to the process that started them."""
         refuse_use(self, why)
 
-    def _begin(self) -> None:
+    def _start_all(self) -> None:
         for name in ("reap-rows", "reap-first", "reap-some"):
             self._files.append(SharedFile(name))
         self._slots, self._firsts, self._control = self._files
@@ -137,7 +137,7 @@ class ProcessLanes(Env):
             self._budget.build(n, functools.partial(self._receive_spec, n))
         self._join()
         for process in self.processes:
-            self._call(process, "begin", process.first, self.spec.lanes)
+            self._call(process, "number_lanes", process.first, self.spec.lanes)
             record("start", process.name, "worker %s is ready", process.name)
 
     def _receive_spec(self, n: int) -> None:
@@ -198,9 +198,9 @@ class ProcessLanes(Env):
     def order(self, process: EnvProcess, what: int, lanes: Sequence[int] | None) -> None:
         """Send an order for some of a child's lanes, or all, on the shared row, without waiting for the answer."""
         self.choose(process.first, process.last, lanes)
-        place = self.place(what)  # before the order: it may have to make the slot, which calls every process
+        slot_number = self.slot_number(what)  # before the order: it may make the slot, which calls every process
         process.owes = True
-        process.order(what, place)
+        process.order(what, slot_number)
 
     def ping(self, process: EnvProcess, token: int) -> None:
         """Have a child answer with this token once it has carried out all earlier orders."""
@@ -217,9 +217,9 @@ class ProcessLanes(Env):
         """Set the seeds for the next reset of `lanes`; None: no seeds."""
         self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
-    def place(self, what: int) -> int:
+    def slot_number(self, what: int) -> int:
         """Return the number of the shared slot for an order; a reset needs no slot."""
-        return 0 if what == RESET else self._shared_slot().place or 0
+        return 0 if what == RESET else self._shared_slot().slot_number or 0
 
     def _settle(self, process: EnvProcess) -> None:
         """Wait until a child has carried out all orders of a step that Ctrl-C interrupted.
@@ -296,11 +296,9 @@ class ProcessLanes(Env):
             block = self._slots.map(self._end)[start : start + layout.nbytes]
         slot = Slot(layout, index, layout.arrays(block))
         slot.block = block
-        slot.place, self._places = self._places, self._places + 1
-        bare = Layout(
-            {k: Leaf(v.shape, v.dtype) for k, v in layout.columns.items()}, layout.steps, layout.lanes, batched=True
-        )
-        known = slot.place, bare, start, self._end
+        slot.slot_number, self._slot_count = self._slot_count, self._slot_count + 1
+        bare = Layout(_without_spaces(layout.columns), layout.steps, layout.lanes, batched=True)
+        known = slot.slot_number, bare, start, self._end
         self._announced.append(known)
         self._call_all("slot", *known)
         return slot
@@ -319,12 +317,12 @@ class ProcessLanes(Env):
 
     # ---- the env --------------------------------------------------------------------------------------------------
 
-    def expects(self, action: Mapping[Key, Leaf]) -> bool:
+    def already_expects(self, action: Mapping[Key, Leaf]) -> bool:
         """Return whether the processes already know that actions look like this."""
         return self._action == dict(action)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        if self._action == dict(action):
+        if self.already_expects(action):
             return
         self._action = None  # until every process has accepted it
         self._call_all("expect", _without_spaces(action))
@@ -334,14 +332,14 @@ class ProcessLanes(Env):
         chosen = list(lanes)
         if seeds is not None:
             self._last_seeds.update(zip(chosen, seeds))
-            self.begin(chosen, seeds)
+            self.begin_episodes(chosen, seeds)
         elif wanted := [lane for lane in chosen if not self._fresh[lane]]:
-            self.begin(wanted, None)
+            self.begin_episodes(wanted, None)
         self._fresh[chosen] = False
         for array, first in zip(into, self.first):
             array[chosen] = first[chosen]
 
-    def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def begin_episodes(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """Start new episodes in `lanes`; their first observations are in `first` when this returns."""
         self.seed(lanes, seeds)
         self._order_all(RESET, lanes)
@@ -358,7 +356,7 @@ class ProcessLanes(Env):
             for mine, theirs in zip(row.action, shared.action):
                 mine[...] = theirs
 
-    def _order_all(self, what: int, lanes: Sequence[int] | None, place: int = 0, step: int = 0) -> None:
+    def _order_all(self, what: int, lanes: Sequence[int] | None, slot_number: int = 0, step: int = 0) -> None:
         """Send an order to every process; or, with `lanes`, to those that hold some of them."""
         if lanes is not None:
             self.choose(0, self.spec.lanes, lanes)
@@ -370,7 +368,7 @@ class ProcessLanes(Env):
                     self._settle(process)
                 if lanes is None or self._some[process.first : process.last].any():
                     process.owes = True
-                    process.order(what, place, step)
+                    process.order(what, slot_number, step)
             except ReapError as error:
                 self._note_failure(process, error)
 
@@ -531,7 +529,7 @@ class ProcessLanes(Env):
             raise SpecMismatch(
                 f"the replacement env has {spec.lanes} lanes, its predecessor had {new.last - new.first}"
             )
-        number = new.call("begin", new.first, self.spec.lanes)
+        number = new.call("number_lanes", new.first, self.spec.lanes)
         if self._action is not None:
             number = new.call("expect", _without_spaces(self._action))
         for slot in self._announced:

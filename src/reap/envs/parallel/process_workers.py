@@ -68,7 +68,7 @@ class ProcessWorkers(LaneWorkers):
             self._selector.register(process.child.socket.fileno(), selectors.EVENT_READ, n)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        if self._lanes.expects(action):
+        if self._lanes.already_expects(action):
             return
         if self._restarting:
             self.settle()
@@ -164,7 +164,7 @@ class ProcessWorkers(LaneWorkers):
         return self._process_of(group).child.ask_stack()
 
     def _silence_of(self, group: int, timeout: float) -> ReapError:
-        return self._process_of(group).silence()
+        return self._process_of(group).silent_error()
 
     def close(self) -> None:
         self._selector.close()
@@ -259,7 +259,7 @@ class ThreadedProcessWorkers(ProcessWorkers):
         if lanes is not None:
             for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
-        order = ORDER.pack(what, self._lanes.place(what), 0)
+        order = ORDER.pack(what, self._lanes.slot_number(what), 0)
         for group in groups:
             if self._restarting and not self._can_take_orders([group]):
                 continue  # lost just now, with another group of its process: the newcomer takes no orders yet
@@ -270,7 +270,7 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         self._lanes.choose(*self.bounds[group], lanes)
-        self._write(group, ORDER.pack(what, self._lanes.place(what), 0))
+        self._write(group, ORDER.pack(what, self._lanes.slot_number(what), 0))
 
     def _write(self, group: int, order: bytes) -> None:
         if (fd := self._order_fds[group]) < 0:

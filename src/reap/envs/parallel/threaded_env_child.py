@@ -39,8 +39,8 @@ class OrderPipe:
 
     def get(self) -> tuple[int, Sequence[int] | None, int] | None:
         """Wait for the next order; None ends the thread."""
-        what, place, token = ORDER.unpack(os.read(self._from, ORDER.size))
-        return None if what == END else self._child.order(self._number, what, place, token)
+        what, slot_number, token = ORDER.unpack(os.read(self._from, ORDER.size))
+        return None if what == END else self._child.order(self._number, what, slot_number, token)
 
     def put(self, order: None) -> None:
         """Tell the thread to end."""
@@ -62,7 +62,9 @@ class ThreadedChild(EnvChild):
         self._rows: dict[int, list[Row]] = {}
         self._pipe = _Answers(connection, self._reply, [first for first, _ in lane_workers.bounds])
 
-    def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int] | None:
+    def order(
+        self, number: int, what: int, slot_number: int, token: int
+    ) -> tuple[int, Sequence[int] | None, int] | None:
         """Return an order as the thread that has read it needs it, and set that thread's row; None ends the thread."""
         threads = self._lane_workers.threads
         if not threads:
@@ -71,11 +73,11 @@ class ThreadedChild(EnvChild):
         if what in (STEP_SOME, RESET):
             lanes = (thread.first + np.flatnonzero(self._some[thread.first : thread.last])).tolist()
         if what in (STEP, STEP_SOME, DRAW):
-            thread.row = self._rows[place][number]
+            thread.row = self._rows[slot_number][number]
         return what, lanes, token
 
-    def do_begin(self, first: int, lanes: int) -> None:
-        super().do_begin(first, lanes)
+    def do_number_lanes(self, first: int, lanes: int) -> None:
+        super().do_number_lanes(first, lanes)
         for thread in self._lane_workers.threads:
             thread.into = [array[thread.first : thread.last] for array in self._first]
             thread.seeds = self._seeds[thread.first : thread.last]
@@ -83,9 +85,9 @@ class ThreadedChild(EnvChild):
             if thread.rebuilt is not None:
                 thread.rebuilt.first = thread.first
 
-    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
+    def do_slot(self, slot_number: int, layout: Layout, start: int, end: int) -> None:
         threads = self._lane_workers.threads
-        self._rows[place] = [
+        self._rows[slot_number] = [
             self._rows_of(layout, start, end, thread.first, thread.last, thread.env.spec)[0] for thread in threads
         ]
 

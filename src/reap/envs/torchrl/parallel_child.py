@@ -58,12 +58,12 @@ class TorchRLChild(EnvChild):
         self._parts = parts
         spec, self._bounds = joint_spec([part.spec for part in parts])
         traits = joint_traits([Traits(part.has_after_step, part.draws) for part in parts])
-        self._slots: dict[int, tuple[Layout, int, int]] = {}  # by place: layout, start, end of the file
+        self._slots: dict[int, tuple[Layout, int, int]] = {}  # by slot number: layout, start, end of the file
         self._rows_by_part: dict[int, list[list[Row]]] = {}
         self._outputs = list(parts[0].spec.action)  # the policy outputs that the envs read
         super().__init__(spec if len(parts) > 1 else parts[0].spec, traits, connection, fds)
 
-    def _execute(self, what: int, place: int, step: int) -> None:
+    def _execute(self, what: int, slot_number: int, step: int) -> None:
         if self._answer_ping(what, step):
             return
         for n, (part, (first, last)) in enumerate(zip(self._parts, self._bounds)):
@@ -74,18 +74,18 @@ class TorchRLChild(EnvChild):
             if what == RESET:
                 reset_some(part, own, into, self._seeds[first:last])
             elif what == DRAW:
-                part.draw(self._rows_by_part[place][n][step])
+                part.draw(self._rows_by_part[slot_number][n][step])
             elif own:
-                advance(part, own, self._rows_by_part[place][n][step], into)
+                advance(part, own, self._rows_by_part[slot_number][n][step], into)
         self._answer()
 
-    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        self._slots[place] = layout, start, end
-        self._cut_rows(place)
+    def do_slot(self, slot_number: int, layout: Layout, start: int, end: int) -> None:
+        self._slots[slot_number] = layout, start, end
+        self._cut_rows(slot_number)
 
-    def _cut_rows(self, place: int) -> None:
-        self._rows_by_part[place] = [
-            self._rows_of(*self._slots[place], first, last, part.spec)
+    def _cut_rows(self, slot_number: int) -> None:
+        self._rows_by_part[slot_number] = [
+            self._rows_of(*self._slots[slot_number], first, last, part.spec)
             for part, (first, last) in zip(self._parts, self._bounds)
         ]
 
@@ -93,8 +93,8 @@ class TorchRLChild(EnvChild):
         """Learn the policy outputs `carried`: next values of what the envs carry from step to step."""
         self._outputs = [*self.spec.action, *carried]
         self._keys = RowKeys(self.spec, outputs=self._outputs)
-        for place in self._slots:
-            self._cut_rows(place)
+        for slot_number in self._slots:
+            self._cut_rows(slot_number)
         for part in self._parts:
             part.set_policy_keys(self._outputs)
 
