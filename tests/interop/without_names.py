@@ -259,7 +259,7 @@ def torchrl_worlds() -> dict[str, Callable[[], Any]]:
     from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
     from reap.envs.torchrl.lanes import _share_state
-    from reap.weight_update import _first_of
+    from reap.weight_update import _initial_weights_of
 
     def wrapped(**options: Any) -> Any:
         return envs.GymWrapper(Counting(), **options)
@@ -296,7 +296,7 @@ def torchrl_worlds() -> dict[str, Callable[[], Any]]:
         pipes.init_on_sender(model_id="policy", weights=weights, devices=[torch.device("cpu")])
         memory.init_on_sender(params_map={0: weights, 1: weights + 1})
         try:
-            return [_first_of(pipes), *_first_of(memory).values()]
+            return [_initial_weights_of(pipes), *_initial_weights_of(memory).values()]
         except UsageError:
             return "refused"
 
