@@ -309,10 +309,10 @@ def torchrl_worlds() -> dict[str, Callable[[], Any]]:
         return envs.ParallelEnv(2, lambda: envs.GymEnv("CartPole-v1"))
 
     def refusal() -> Any:
-        from reap.envs.torchrl.parallel import NotTakenOver, _refused
+        from reap.envs.torchrl.parallel import NotTakenOver, _check_takeover
 
         try:
-            _refused(parallel())
+            _check_takeover(parallel())
         except NotTakenOver:
             return "left to TorchRL"
         return "taken over"

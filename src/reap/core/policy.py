@@ -9,7 +9,7 @@
 CapturedPolicy replaces one that calls a module, and replays the torch calls that the module makes. The result may be
 wrapped in a `PolicyWrapper`:
 
-    Bucketed        for lanes that come as they are ready: few batch sizes, each to be recorded (policies/buckets.py)
+    Bucketed        for asynchronous lanes: few batch sizes, each to be recorded (policies/buckets.py)
     PerLanePolicy   a TensorDictPolicy for such lanes, which keeps state for each lane (policies/per_lane_policy.py)
     LaneByLane      one policy per lane, with a random generator of its own (policies/lane_by_lane.py)
     RootPolicy      a TensorDictPolicy on the TensorDict that a TorchRL env carries (envs/torchrl/root_policy.py)

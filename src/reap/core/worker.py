@@ -152,7 +152,7 @@ class Worker(AnyWorker):
         self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
 
     def _layout(self) -> Layout:
-        """Return the layout of a batch's slot; for lanes that come as they are ready, also create sorter and log."""
+        """Return the layout of a batch's slot; for asynchronous lanes, also create sorter and log."""
         spec, plan = self.env.spec, self.plan
         may_skip = self.env.reports_cuts or (plan.cut_column and not plan.compact)  # the same for all workers
         cuts = plan.cut_column or self.env.reports_cuts

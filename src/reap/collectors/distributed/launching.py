@@ -59,7 +59,7 @@ def node_settings(given: Mapping[str, Any]) -> NodeSettings:
     if not isinstance(secret := given["secret_file"], (str, os.PathLike, type(None))):
         raise WrongArgument(f"secret_file must be a path, got {secret!r}")
     if launcher == "join" and secret is None:
-        raise UsageError("launcher 'join' needs secret_file: python -m reap.join --new-secret FILE makes one")
+        raise UsageError("launcher 'join' needs secret_file: python -m reap.join --new-secret FILE creates one")
     return NodeSettings(
         launcher=launcher,
         listen=_address(given["listen"]),
