@@ -366,7 +366,7 @@ def test_a_policy_of_whole_tensordicts_sees_each_env_alone(options):
         for env in range(4):
             own = frames[frames["env_index"] == env]
             step = own["observation"][:, 2:]
-            assert len(own) > 10
+            assert len(own), "an env that never came"
             assert torch.equal(own["count"], step + 1)
             assert own["team"].batch_size == (len(own), 3)  # a branch with dimensions of its own
             assert torch.equal(own["team", "value"], own["count"].expand(-1, 3))

@@ -226,7 +226,7 @@ def test_half_a_message_is_kept():
     at, came = 1, True
     while came:
         (ours, theirs), (sentinel, _) = pairs = socket.socketpair(), socket.socketpair()
-        talk = Conversation(SimpleNamespace(line=MessageSocket(ours), sentinel=sentinel.fileno(), gone=lambda: False))
+        talk = Conversation(SimpleNamespace(socket=MessageSocket(ours), sentinel=sentinel.fileno(), gone=lambda: False))
         messages = [pickle.dumps(Answer(call, f"answer {call}")) for call in (1, 2)]
         data = b"".join(len(one).to_bytes(4, "big") + one for one in messages)
         theirs.sendall(data[:20])

@@ -201,8 +201,8 @@ def test_a_module_of_a_package_and_the_processes_it_spawns(tmp_path):
     [
         (["--help"], 0, "usage: python -m reap.compat script.py"),
         (["-h"], 0, "python -m reap.compat -m package.module"),
-        ([], 2, "which script?"),
-        (["-m"], 2, "which module?"),
+        ([], 2, "give a script to run"),
+        (["-m"], 2, "give a module to run"),
         (["-m", "nowhere.train"], 2, "no module named 'nowhere.train'"),
         (["-m", "leaves", "--help"], 5, "help of the script"),
         (["-m", "package"], 0, "package.__main__ package __main__"),

@@ -3,7 +3,7 @@
 backend.take ─► assemble ─► arrange ─► split ─► postproc ─► hook ─┬─► consumer
                                                                   └─► sink ─► replay buffer
 
-Each stage stores its result before the next one begins, so Ctrl-C in a hook loses nothing.
+The batch is kept until it is delivered, post-processed once: Ctrl-C in a hook loses nothing and repeats only the hook.
 """
 
 from __future__ import annotations
@@ -152,33 +152,25 @@ class BatchPipeline:
         if not self.taken:
             return None
         split = self.arrangement.split if self._options.split_trajs else None
-        if self.sink is None:
-            out = self._finished(split, postproc)
-            if hook is not None:
-                hook(out)
-            if self.listeners.all:
-                self.listeners.show(out, (self.batches, 1))
-            self.batches += 1
-            self.taken = []  # last: no loop or call lies between here and `ready = …` in which Ctrl-C could come
-            return out
         while self.taken:
-            done = self._finished(split, postproc)
-            if hook is not None:
-                hook(done)
-            if self.listeners.all:
+            part = self.taken[0]
+            done = part.batch
+            if not part.finished:
+                done = post_processed(done, split=split, postproc=postproc, hook=None)
+            if hook is not None or self.listeners.all:
+                # Kept first: after Ctrl-C in the hook, a postproc that changes the batch in place must not run again.
+                self.taken[0] = Part(done, part.worker, finished=True)
+                if hook is not None:
+                    hook(done)
                 self.listeners.show(done, (self.batches, len(self.taken)))
-            self.sink.take(done, self.taken[0].worker)
+            if self.sink is None:
+                self.batches += 1
+                self.taken = []  # last: no loop or call lies between here and `ready = …` in which Ctrl-C could come
+                return done
+            self.sink.take(done, part.worker)
             self.taken = self.taken[1:]
         self.batches += 1
         return None
-
-    def _finished(self, split: Callable[[Any], Any] | None, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
-        """Split and post-process the first fetched part, unless that is done: it may change the batch in place."""
-        part = self.taken[0]
-        if not part.finished:
-            batch = post_processed(part.batch, split=split, postproc=postproc, hook=None)
-            self.taken[0] = part = part._replace(batch=batch, finished=True)
-        return part.batch
 
     def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
         """Return this batch of zeros `[lanes, T]` in the form in which it would be delivered; count nothing."""
