@@ -137,9 +137,7 @@ def test_workers_of_different_lengths():
 
 
 def test_frames_one_after_another_need_one_dimension():
-    with pytest.raises(
-        UsageError, match="stores rows of 2 dimensions, but AsyncBatchedCollector delivers"
-    ):
+    with pytest.raises(UsageError, match="stores rows of 2 dimensions, but AsyncBatchedCollector delivers"):
         make("ready", ReplayBuffer(storage=LazyTensorStorage(1000, ndim=2)))
     memory = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
     collector = make("ready", memory, total_frames=400)
