@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gymnasium as gym
 import numpy as np
-from pettingzoo import AECEnv
+import pytest
+
+AECEnv = pytest.importorskip("pettingzoo").AECEnv
 
 
 class Table(AECEnv):
