@@ -24,7 +24,7 @@ from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.core.attribute_path import get_attribute
 from reap.core.env import Env
-from reap.core.lanes.stream import ENV_INDEX
+from reap.core.lanes.ready import ENV_INDEX
 from reap.core.quota import EpisodeQuota
 from reap.core.slot import MASK, TRAJ_IDS
 from reap.core.worker import Plan

@@ -17,8 +17,8 @@ from tensordict.nn import InteractionType
 from reap.core.columns.batch_columns import columns_of, current_for
 from reap.core.device.cudagraph_policy import pin, pinned, recorded
 from reap.core.env import Env
-from reap.core.lanes.ready import NEXT_LANE_AT, Sorter, delivered
-from reap.core.lanes.stream import ENV_INDEX, Stream
+from reap.core.lanes.ready import ENV_INDEX, NEXT_LANE_AT, Sorter, delivered
+from reap.core.lanes.stream import Stream
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.measuring.episode_log import EPISODE_COLUMNS
 from reap.core.measuring.stats import Stats
@@ -278,13 +278,14 @@ class Worker(AnyWorker):
                 "to another lane; declare it as carry, or use a stateless policy"
             )
         try:
+            slot.clear_flags()
             while missing := sorter.missing_frames(slot.layout.steps):
                 self._stop_after(missing)
-                sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
+                steps = self.loop.fill(self._log, policy)
+                sorter.feed(self._log, self.loop.stamp, steps, slot)
                 sorter.dropped = self.env.dropped()
                 if self._quota is not None and self._quota.met:
                     break
-            slot.clear_flags()
             sorter.deliver(slot, self.ledger)
         except BaseException:  # interrupted (Ctrl-C): reset every lane
             self.loop.reset_all_next()

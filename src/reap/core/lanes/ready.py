@@ -7,21 +7,23 @@ became ready meanwhile. The leaf `LANE_AT` says which lane is at which position.
     log       row t   root  [2 0]   next  [1 3]        a lane's first root belongs to its first next,
               row t+1 root  [1 3]   next  [0 2]        its second to its second, and so on
                                   │
-    sorted    lane 0: root₀ next₀ · lane 1: …          T frames of every lane make a batch; further frames of
-                                                       lanes that are ahead are kept for the next one
+    slot      lane 0: root₀ next₀ · lane 1: …          T frames of every lane make a batch; further frames of
+                                                       lanes that are ahead are held for the next one
 
 `LANE_AT` is -1 at an empty position. A lane that comes back without a frame was reset: the first time by the reset of
 all lanes, later because the worker that stepped it failed. After a failure its next frame begins another trajectory.
 
 Guarantees: no frame is duplicated or reordered within its lane, and none is lost unless a rollout is interrupted
 (Ctrl-C). Each frame carries the version of the weights that acted.
-The price is two copies of each frame, made for whole rollouts at once: out of the log, and into the batch.
+The price is one copy of each frame, made for a whole log at once: from the log to its place in the batch. Frames that
+a batch has no room for are held, which is a second copy. So is what the later logs of a batch add: few frames, of lanes
+that were behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from reap.spec import LANE_AT, Key
 
 Array = np.ndarray[Any, Any]
 NEXT_LANE_AT: Key = ("next", *LANE_AT)
+ENV_INDEX: Key = ("env_index",)  # a column for the lane of each frame, in slots that mix lanes
 _VERSION_NEXT: Key = ("next", *VERSION)
 
 
@@ -57,8 +60,9 @@ class Sorter:
         """Drop all frames held or in flight, because all lanes are reset."""
         self._open: dict[Key, Array] = {}  # roots whose successors have not come back yet
         self._open_lanes: Array | None = None
-        self._held: list[tuple[Array, dict[Key, Array]]] = []  # (lane of each frame, columns)
-        self._count = np.zeros(self._lanes, np.int64)
+        self._held: list[tuple[Array, Array, dict[Key, Array]]] = []  # (number and lane of each frame, columns)
+        self._count = np.zeros(self._lanes, np.int64)  # frames for the next batch and later ones
+        self._slot_is_empty = True  # no frame has been written to the slot of the next batch
         self._reset_done = np.zeros(self._lanes, bool)  # lanes that have come back from the reset of all lanes
         self._cut = np.zeros(self._lanes, bool)  # lanes that have made no frame since a failure
 
@@ -68,8 +72,11 @@ class Sorter:
         missing[list(self.dropped)] = 0
         return int(missing.sum())
 
-    def feed(self, log: Slot, version: int | None, steps: int) -> None:
-        """Take in the first `steps` rows of a log. `version`: that of the weights; None if the policy wrote it."""
+    def feed(self, log: Slot, version: int | None, steps: int, slot: Slot) -> None:
+        """Write the frames of the first `steps` rows of a log to `slot`, and hold those it has no room for.
+
+        `version`: that of the weights; None if the policy wrote it.
+        """
         arrays = {key: array[:steps] for key, array in log.arrays.items()}
         if VERSION in arrays and version is not None:
             arrays[VERSION][...] = version
@@ -95,17 +102,46 @@ class Sorter:
             roots, nexts = roots[frame], nexts[frame]
         else:
             cut = np.zeros(len(nexts), bool)
-        by_arrival = np.argsort(nexts)
-        roots, nexts = roots[by_arrival], nexts[by_arrival]  # in the order in which the successors returned
+        by_arrival = np.argsort(nexts)  # the order in which the successors returned
+        roots, nexts = roots[by_arrival], nexts[by_arrival]
         lanes = returned[nexts]
-        chunk = {key: _rows_of_both(self._open[key], flat[key], roots) for key in self._roots}
-        chunk.update({key: flat[key][nexts] for key in self._nexts})
+        columns = {key: _Column(self._open[key], flat[key], roots) for key in self._roots}
+        columns |= {key: _Column(flat[key][:0], flat[key], nexts) for key in self._nexts}
         if self._reports_cuts:
-            chunk[CUT] = cut[by_arrival]
-        self._open = {key: _rows_of_both(self._open[key], flat[key], waiting) for key in self._roots}
+            columns[CUT] = _Column(cut[:0], cut, by_arrival)
+        if ENV_INDEX in slot.arrays:
+            columns[ENV_INDEX] = _Column(returned[:0], returned, nexts)
+        self._store(slot, self._numbers(lanes), lanes, columns)
+        self._open = {key: _Column(self._open[key], flat[key], waiting).take(...) for key in self._roots}
         self._open_lanes = sent[waiting]
-        self._held.append((lanes, chunk))
         self._count += np.bincount(lanes, minlength=self._lanes)
+
+    def _numbers(self, lanes: Array) -> Array:
+        """Return the number of each new frame, in order of arrival: its step in the next batch, or beyond that."""
+        order = np.argsort(lanes, kind="stable")
+        numbers = np.empty(len(lanes), np.int64)
+        numbers[order] = _index_in_lane(lanes[order])
+        return numbers + self._count[lanes]
+
+    def _store(self, slot: Slot, numbers: Array, lanes: Array, columns: Mapping[Key, _Column]) -> None:
+        """Write new frames to their places in `slot`, and hold those it has no room for."""
+        steps, width = slot.layout.steps, slot.layout.lanes
+        fits = numbers < steps
+        here, later = np.flatnonzero(fits), np.flatnonzero(~fits)
+        place = numbers[here], lanes[here] if width > 1 else 0
+        # NumPy copies selected frames directly to their places only if it writes the whole column. Places whose frame
+        # is held, or comes in a later log, get any frame first: what belongs there is written afterwards.
+        if self._slot_is_empty and 2 * len(here) > steps * width:
+            source = np.zeros((steps, width), np.int64)
+            source[place] = here
+            for key, column in columns.items():
+                column.take(source, out=slot.arrays[key])
+        else:
+            for key, column in columns.items():
+                slot.arrays[key][place] = column.take(here)
+        self._slot_is_empty = False
+        if len(later):
+            self._held.append((numbers[later], lanes[later], {key: c.take(later) for key, c in columns.items()}))
 
     def _after_failures(self, lanes: Array, frame: Array) -> Array:
         """Return which frames, of entries sorted by lane, are the first after a failure of their lane."""
@@ -119,41 +155,51 @@ class Sorter:
         return cut[frame]
 
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
-        """Write the next frames of every lane into `slot`, and have the ledger complete it."""
-        made = np.minimum(self._count, slot.layout.steps)  # only dropped lanes have fewer
-        cuts = slot.arrays.get(CUT)
-        if cuts is not None:
-            cuts[...] = False
-        if MASK in slot.arrays:
-            np.less(np.arange(slot.layout.steps)[:, None], made, out=slot.arrays[MASK])
-        steps, before = slot.layout.steps, np.zeros(self._lanes, np.int64)  # frames of each lane in earlier chunks
-        held, self._held = self._held, []
-        for lanes, chunk in held:
-            order = np.argsort(lanes, kind="stable")
-            index = np.empty(len(lanes), np.int64)
-            index[order] = _index_in_lane(lanes[order])
-            index += before[lanes]
-            before += np.bincount(lanes, minlength=self._lanes)
-            now = index < steps
-            if now.all():  # write whole columns, without the copy that a selection would make
-                for key, column in chunk.items():
-                    slot.arrays[key][index, lanes] = column
-                continue
-            for key, column in chunk.items():
-                slot.arrays[key][index[now], lanes[now]] = column[now]
-            self._held.append((lanes[~now], {key: column[~now] for key, column in chunk.items()}))
+        """Write the frames that were held for this batch into `slot`, and have the ledger complete it."""
+        steps = slot.layout.steps
+        self._write_held(slot)
+        made = np.minimum(self._count, steps)  # only dropped lanes have fewer
         self._count -= made
+        if MASK in slot.arrays:
+            np.less(np.arange(steps)[:, None], made, out=slot.arrays[MASK])
+            if made.min() < steps:
+                missing = ~slot.arrays[MASK]
+                for key in slot.layout.offsets:
+                    slot.arrays[key][missing] = 0
+        cuts = slot.arrays.get(CUT)
         when, where = np.nonzero(slot.arrays[("next", "done")][..., 0])
         cut = None if cuts is None or not cuts.any() else np.nonzero(cuts)
         ledger.close(slot, steps, when, where, due=(), version=None, cut=cut)
 
+    def _write_held(self, slot: Slot) -> None:
+        """Write the held frames that `slot` has room for to their places, and number the others for the next batch."""
+        steps, held, self._held = slot.layout.steps, self._held, []
+        for numbers, lanes, columns in held:
+            now = numbers < steps
+            place = numbers[now], lanes[now] if slot.layout.lanes > 1 else 0
+            for key, column in columns.items():
+                slot.arrays[key][place] = column[now]
+            if not now.all():
+                left = {key: column[~now] for key, column in columns.items()}
+                self._held.append((numbers[~now] - steps, lanes[~now], left))
+        self._slot_is_empty = True
 
-def _rows_of_both(first: Array, then: Array, index: Array) -> Array:
-    """Return rows of two arrays, indexed as if `then` followed `first` in one array."""
-    rows: Array = then[np.maximum(index - len(first), 0)]
-    early = index < len(first)
-    rows[early] = first[index[early]]
-    return rows
+
+class _Column(NamedTuple):
+    """What new frames have in one column: rows of two arrays, numbered as if `then` followed `first`."""
+
+    first: Array
+    then: Array
+    rows: Array  # of each frame
+
+    def take(self, frames: Any, out: Array | None = None) -> Array:
+        """Return the values of some frames, or write them to `out`: one copy if its memory is contiguous."""
+        rows = self.rows[frames]
+        values: Array = np.take(self.then, rows - len(self.first), axis=0, out=out, mode="clip")
+        early = rows < len(self.first)
+        if early.any():
+            values[early] = self.first[rows[early]]
+        return values
 
 
 def _index_in_lane(lanes: Array) -> Array:

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from reap.core.lanes.ready import Sorter
+from reap.core.lanes.ready import ENV_INDEX, Sorter
 from reap.core.ledger import Ledger
 from reap.core.measuring.episode_log import EPISODE_LENGTH, EPISODE_RETURN
 from reap.core.slot import CUT, MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import Key
-
-ENV_INDEX: Key = ("env_index",)
 
 Array = np.ndarray[Any, Any]
 
@@ -29,22 +27,17 @@ class Stream(Sorter):
         """Return how many more frames are needed to have `steps` in all."""
         return max(0, steps - int(self._count.sum()))
 
+    def _numbers(self, lanes: Array) -> Array:
+        return int(self._count.sum()) + np.arange(len(lanes))
+
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
-        """Write the next frames into `slot`, which has one lane, with their ids and lanes, and count them."""
-        lanes = np.concatenate([lanes for lanes, _ in self._held])
-        frames = min(slot.layout.steps, len(lanes))  # fewer than fit only if an episode quota is met; the mask says so
+        """Complete `slot`, which has one lane, with the frames held for it, their ids and lanes, and count them."""
+        self._write_held(slot)
+        # Fewer frames than fit only if an episode quota is met; the mask says so.
+        frames = min(slot.layout.steps, int(self._count.sum()))
         arrays = {key: array[:frames, 0] for key, array in slot.arrays.items()}
-        left = {}
-        for key in self._held[0][1]:
-            column = self._held[0][1][key]
-            if len(self._held) > 1:
-                column = np.concatenate([chunk[key] for _, chunk in self._held])
-            arrays[key][...] = column[:frames]
-            left[key] = column[frames:]
-        self._held = [(lanes[frames:], left)] if len(lanes) > frames else []
-        lanes = lanes[:frames]
+        lanes = arrays[ENV_INDEX].copy()
         self._count -= np.bincount(lanes, minlength=self._lanes)
-        arrays[ENV_INDEX][...] = lanes
         if ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
         ids = _count_frames(ledger, lanes, arrays)

@@ -23,7 +23,7 @@ import torch
 
 from reap.core.columns.batch_columns import check_names
 from reap.core.env import Env, Rows
-from reap.core.lanes.stream import ENV_INDEX
+from reap.core.lanes.ready import ENV_INDEX
 from reap.core.policies.recurrent_state import carry_of
 from reap.core.slot import Row
 from reap.envs.parallel.env_child import STEP
