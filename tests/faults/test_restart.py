@@ -486,19 +486,46 @@ class Constant(gym.Env):
         return self.value, 0.0, False, False, {}
 
 
-def test_a_replacement_begins_with_the_running_statistics_of_all(tmp_path):
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_replacement_begins_with_the_running_statistics_of_all(tmp_path, resumes):
     """The two workers observe 5 and -5: an env that has the statistics of both normalises them to about 1 and -1."""
     note, how = tmp_path / "die", NormalizeObservation()
     makers = [
         lambda: TransformedEnv(GymEnv(Constant(5.0, note)), how),
         lambda: TransformedEnv(GymEnv(Constant(-5.0, None)), how),
     ]
-    with MultiSyncCollector(makers, frames_per_batch=32, total_frames=-1, on_failure="restart") as c:
+    options = {"deterministic": True} if resumes else {}
+    with MultiSyncCollector(makers, frames_per_batch=32, total_frames=-1, on_failure="restart", **options) as c:
         for _ in range(6):
             c.next()
         note.touch()
         while not c.stats()["restarts"]:
             c.next()
         rows = torch.cat([c.next()["observation"].reshape(-1) for _ in range(4)])
+        state, frames = c.state_dict(), c.stats()["frames"]
     assert (rows.abs() > 0.5).all(), rows
     assert {*rows.sign().tolist()} == {1.0, -1.0}
+    assert how.statistics().count >= frames
+    with MultiSyncCollector(makers, frames_per_batch=32, total_frames=-1, **options) as c:
+        c.load_state_dict(state)
+        c.next()
+    assert how.statistics().count >= frames
+
+
+def test_what_a_dropped_worker_has_seen_is_kept(tmp_path):
+    note, how = tmp_path / "die", NormalizeObservation()
+    makers = [
+        lambda: TransformedEnv(GymEnv(Constant(5.0, note)), how),
+        lambda: TransformedEnv(GymEnv(Constant(-5.0, None)), how),
+    ]
+    with MultiSyncCollector(makers, frames_per_batch=32, total_frames=-1, on_failure="drop") as c:
+        for _ in range(6):
+            c.next()
+        note.touch()
+        while c.stats()["workers_alive"] == 2:
+            c.next()
+        state, frames = c.state_dict(), c.stats()["frames"]
+    with MultiSyncCollector(makers, frames_per_batch=32, total_frames=-1) as c:
+        c.load_state_dict(state)
+        c.next()
+    assert how.statistics().count >= frames

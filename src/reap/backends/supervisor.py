@@ -262,6 +262,7 @@ class Supervisor:
             lost = sum(worker.pending_slots.values()) * worker.size
             self._frames_ordered = min(self._frames_ordered, self._random_frames) - lost
             worker.drop()
+            self.statistics.retire(worker.index)
             self._end(worker)
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
@@ -293,7 +294,7 @@ class Supervisor:
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_seed(), restarts=worker.restarts + 1)
-        if not worker.can_resume:  # else its replacement loads what it had seen, and reports that again
+        if not worker.can_resume:  # else its replacement loads what its env had seen, and reports that again
             self.statistics.retire(worker.index)
         self._end(worker)
         try:

@@ -21,7 +21,7 @@ from reap.backends.delivery import NO_LIMIT, IntoBuffer
 from reap.backends.supervisor import OnAnswer, Supervisor
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_activity import activity_of, stacks_of
-from reap.backends.worker_handle import WorkerHandle
+from reap.backends.worker_handle import WorkerHandle, is_resumable
 from reap.backends.worker_server import Hooks, Job, changed_hooks
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import as_moments, as_tensors, merged
@@ -112,24 +112,23 @@ class WorkerBackend(Backend):
     def _joining(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
         """Yield the calls that bring a worker that starts later up to date.
 
-        They tell it where its memory is, its state (the predecessor's, or new episodes with unused ids), its seed,
-        weights sent to it alone, and that its trajectories were cut. Between the calls this also changes the handle's
+        They tell it where its memory is, its state (the predecessor's, or new episodes with unused ids), the running
+        statistics of the other envs, its seed, weights sent to it alone, and that its trajectories were cut. Between the calls this also changes the handle's
         counts and sends the latest weights again.
         """
         self._id_block += 1
         yield "begin", self.transport.begin_arguments(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        resumes, state_after = worker.can_resume, worker.state_after
-        state = {"resume": state_after} if resumes else {}
+        resumes, state = worker.can_resume, worker.state_after
         if not resumes:
             worker.keep_counts()
             yield from self._statistics_for(worker)  # before the reset, whose observations are normalised
-        yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
+        yield "load_state", (worker.frames, state if resumes else {}, self._id_block * _FRESH_IDS, self.version)
         if resumes:
             yield from self._statistics_for(worker)  # the state holds what was known when it was saved
         if worker.index in self._seeds and not resumes:
             seed, static = self._seeds[worker.index]
-            again = self._job_fields.get("saves") and state_after is None  # it has collected nothing yet
+            again = self._job_fields.get("saves") and state is None  # it has collected nothing yet
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
         for own in self._weights.weights_for_newcomer(worker):
             yield "load_weights", own
@@ -336,6 +335,7 @@ class WorkerBackend(Backend):
             lanes = worker.info.lanes
             counts = Stats.counted(lanes, worker.stats, frames=frames, rollouts=rollouts).state()
             weights = self._weights.current(worker.index) if worker.info.has_weights else None
+            self.supervisor.statistics.retire(worker.index)
             each[f"worker{worker.index}"] = {
                 "env_state_dict": {},
                 "frames": frames,
@@ -415,8 +415,7 @@ def _keep_state(worker: WorkerHandle, state_after: Any) -> None:
 
 def _keep_seeded_state(worker: WorkerHandle, state_after: Any) -> None:
     """Note the state of a worker that was seeded. Without a resumable state, a replacement starts from the seed."""
-    resumes = state_after is not None and state_after.get("why") is None
-    worker.state_after = state_after if resumes else None
+    worker.state_after = state_after if is_resumable(state_after) else None
 
 
 def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:

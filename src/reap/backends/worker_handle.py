@@ -13,6 +13,11 @@ from reap.core.measuring.stats import Stats, added, plus_earlier
 from reap.core.slot import Slot
 
 
+def is_resumable(state_after: Mapping[str, Any] | None) -> bool:
+    """Return whether a worker's state after a rollout, if there is one, has its open episodes too."""
+    return state_after is not None and state_after["resume"].get("why") is None
+
+
 class WorkerHandle:
     """One worker as the parent sees it. The handle is kept when the worker is restarted."""
 
@@ -98,7 +103,7 @@ class WorkerHandle:
     @property
     def can_resume(self) -> bool:
         """Whether a replacement can continue exactly where this worker was after its last rollout."""
-        return self.begun and self.state_after is not None and self.state_after.get("why") is None
+        return self.begun and is_resumable(self.state_after)
 
     def keep_counts(self) -> None:
         """Keep the counts of a worker that is being replaced, because its replacement counts from zero."""

@@ -276,8 +276,8 @@ class WorkerServer:
         return {**state, "resume": self._open_state()}
 
     def _saved_state(self) -> dict[str, Any] | None:
-        """Return its state for a replacement to resume from, if it is to be saved; else None."""
-        return self._open_state() if self._saves else None
+        """Return its state for a replacement to resume from (see `do_load_state`), if it is to be saved; else None."""
+        return {"env_state_dict": self.worker.env.state_dict(), "resume": self._open_state()} if self._saves else None
 
     def _open_state(self) -> dict[str, Any]:
         why = "it writes to a buffer; the frames of open episodes that it holds back are not saved"
