@@ -152,6 +152,31 @@ def worker(scheme, index, answers):
             return
 
 
+def test_updates_that_are_not_waited_for_never_stop():
+    """A worker answers every update. If nobody read the answers, they would fill the pipe and hold both sides up."""
+    ctx = multiprocessing.get_context("fork")
+    with no_leaks():
+        scheme, policy = SharedMemWeightSyncScheme(sync=False), weighing(1.0)
+        scheme.init_on_sender(model=policy, num_workers=1, ctx=ctx)
+        ours, theirs = ctx.Pipe()
+        process = ctx.Process(target=worker, args=(scheme, 0, theirs))
+        process.start()
+        scheme.connect()
+        for _ in range(3000):
+            scheme.send()
+        scheme.send({"wrong": torch.zeros(1)})
+        with pytest.raises(WorkerRaised, match="worker 0 could not apply its weights.*'wrong'"):
+            for _ in range(3000):
+                scheme.send()
+        ours.recv()
+        ours.send(None)
+        process.join(30)
+        scheme.shutdown()
+        ours.close()
+        theirs.close()
+        process.close()
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_between_processes_of_ones_own(scheme):
     ctx = multiprocessing.get_context("fork")

@@ -113,8 +113,8 @@ class WorkerBackend(Backend):
         """Yield the calls that bring a worker that starts later up to date.
 
         They tell it where its memory is, its state (the predecessor's, or new episodes with unused ids), the running
-        statistics of the other envs, its seed, weights sent to it alone, and that its trajectories were cut. Between the calls this also changes the handle's
-        counts and sends the latest weights again.
+        statistics of the other envs, its seed, weights sent to it alone, and that its trajectories were cut. Between
+        the calls this also changes the handle's counts and sends the latest weights again.
         """
         self._id_block += 1
         yield "begin", self.transport.begin_arguments(worker, self._weights.packing)

@@ -42,6 +42,7 @@ class Sender:
         self._pairs: dict[int, tuple[Connection, Connection]] = {
             worker: (ctx or multiprocessing).Pipe() for worker in workers
         }
+        self._unanswered = dict.fromkeys(self._pairs, 0)  # how many weights each worker has not answered yet
         self._owner = os.getpid()
 
     def __contains__(self, worker: int) -> bool:
@@ -56,22 +57,31 @@ class Sender:
         return self._pairs[worker][1]
 
     def send(self, weights: Mapping[int, Any], *, wait: bool) -> None:
-        """Send new weights to some workers; with `wait`, return once all of them have applied theirs."""
+        """Send new weights to some workers; with `wait`, return once all of them have applied theirs.
+
+        An error in applying earlier weights that were not waited for is raised here.
+        """
         packed: dict[int, bytes] = {}  # by id: weights for several workers are packed once
         for worker, one in weights.items():
             if id(one) not in packed:
                 packed[id(one)] = _packed(one)
+            self._read_answers(worker, wait=False)  # if nobody read them they would fill the pipe and stop the worker
             self._pairs[worker][0].send_bytes(packed[id(one)])
+            self._unanswered[worker] += 1
         for worker in weights if wait else ():
-            self._wait_applied(worker)
+            self._read_answers(worker, wait=True)
 
-    def _wait_applied(self, worker: int) -> None:
-        try:
-            answer = self._pairs[worker][0].recv()
-        except (EOFError, OSError) as cause:
-            raise WorkerDied(f"worker {worker} has ended") from cause
-        if answer != _APPLIED:
-            raise WorkerRaised(f"worker {worker} could not apply its weights: {answer}")
+    def _read_answers(self, worker: int, *, wait: bool) -> None:
+        """Read a worker's answers that have arrived, or with `wait` all; raise if it could not apply its weights."""
+        end = self._pairs[worker][0]
+        while self._unanswered[worker] and (wait or end.poll()):
+            try:
+                answer = end.recv()
+            except (EOFError, OSError) as cause:
+                raise WorkerDied(f"worker {worker} has ended") from cause
+            self._unanswered[worker] -= 1
+            if answer != _APPLIED:
+                raise WorkerRaised(f"worker {worker} could not apply its weights: {answer}")
 
     def close_other_ends(self, worker: int | None) -> None:
         """Close the pipe ends that belong to other processes, so that a pipe breaks when the process at its end dies.
