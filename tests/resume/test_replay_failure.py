@@ -83,6 +83,30 @@ MAKERS = {
 }
 
 
+class Endless(Cracks):
+    def step(self, action):
+        seen, reward, _, _, info = super().step(action)
+        return seen, reward, False, False, info
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_failure_in_an_episode_that_was_resumed(tmp_path, steps):
+    make = lambda: Collector(lanes(Endless), Pushes(), frames_per_batch=2 * steps, failure_dir=tmp_path)  # noqa: E731
+    with make() as collector:
+        collector.set_seed(3)
+        collector.next()
+        state = collector.state_dict()
+    collector = make()
+    collector.load_state_dict(state)
+    with pytest.raises(ReapError) as caught:
+        for _ in range(1000):
+            collector.next()
+    error = caught.value.with_traceback(None)
+    with pytest.raises(WorkerRaised, match="over the edge") as again:
+        replay_failure(error.failure_file, trusted=True)
+    assert str(again.value.__cause__) == str(error.__cause__), "the very same number"
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_it_happens_again(kind, tmp_path):
     error = failing(MAKERS[kind](failure_dir=tmp_path / "there"))

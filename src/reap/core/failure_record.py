@@ -75,6 +75,20 @@ class ActionRecorder(Wrapped):
             del self._steps[:old]
             self._deleted += old
 
+    def load_open_state(self, state: Any) -> None:
+        super().load_open_state(state)
+        self._begin_here(range(self.spec.lanes))
+
+    def load_lane_state(self, lane: int, state: Any) -> None:
+        super().load_lane_state(lane, state)
+        self._begin_here([lane])
+
+    def _begin_here(self, lanes: Sequence[int]) -> None:
+        """Let the records of these lanes begin in the middle of the episodes that were just loaded."""
+        for lane in lanes:
+            self._began[lane], self._seed[lane] = self._deleted + len(self._steps), None
+            self._start_state[lane] = self._state_of(lane)
+
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         return False  # an env that rebuilt its lanes would hide the errors that this class writes to a file
 
