@@ -11,9 +11,9 @@ from hypothesis import settings
 
 from reap._system import silence
 from reap.testing import no_leaks
-from tests.faults.worlds import OpensGate
 from tests.programs import Programs
 from tests.slow_tests import is_slow
+from tests.worlds.faults import OpensGate
 
 HERE = Path(__file__).parent
 FAILED = pytest.StashKey[bool]()  # a test that failed holds on to what it had: that is not another failure

@@ -9,7 +9,7 @@ from reap.collectors.distributed import DistributedCollector, DistributedSyncCol
 from reap.collectors.distributed.collector_kwargs import merge_options
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 from reap.testing import EchoPolicy
-from tests.faults.worlds import healthy
+from tests.worlds.faults import healthy
 
 
 def made(collector_kwargs, workers=2, **options):

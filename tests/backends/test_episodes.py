@@ -14,7 +14,7 @@ from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import UsageError
 from reap.testing import CountingEnv, EchoPolicy
 from tests.backends.episodes import GAMMA, LENGTHS, RECORD, check, lanes_of
-from tests.envs.device_worlds import CountingDevice
+from tests.worlds.device import CountingDevice
 
 
 def serial(**options):

@@ -18,7 +18,7 @@ from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
 from reap.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
-from tests.faults.worlds import ran_ahead
+from tests.worlds.faults import ran_ahead
 
 LENGTHS = [[(3, 1, 5), (2,)], [(4,), (1, 1, 6)], [(7, 2), (5,)]]
 

@@ -18,7 +18,7 @@ from reap.errors import SpecMismatch, UsageError
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv
 from reap.testing.backend import counting_lanes
-from tests.envs.device_worlds import CountingDevice
+from tests.worlds.device import CountingDevice
 
 
 class Out(NamedTuple):

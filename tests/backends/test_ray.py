@@ -21,7 +21,7 @@ from reap.seeding import chain
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.testing.backend import backend_checks, closed_says_so
 from reap.weight_update import RayWeightSyncScheme
-from tests.faults.worlds import (
+from tests.worlds.faults import (
     BOUND,
     PROMISED,
     ROOM,

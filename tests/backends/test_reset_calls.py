@@ -9,7 +9,7 @@ from torch import nn
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed.torchdist import DistributedAsyncCollector, DistributedSyncCollector
 from reap.testing import CountingEnv
-from tests.faults.worlds import ran_ahead
+from tests.worlds.faults import ran_ahead
 
 KINDS = pytest.mark.parametrize(
     "kind", [MultiSyncCollector, MultiAsyncCollector, DistributedSyncCollector, DistributedAsyncCollector]

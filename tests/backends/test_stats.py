@@ -11,7 +11,7 @@ from reap.core.measuring.episode_log import COLUMNS, DISCOUNTED, LENGTH, RETURN,
 from reap.core.measuring.stats import Stats
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.testing import CountingEnv, EchoPolicy
-from tests.faults.worlds import healthy
+from tests.worlds.faults import healthy
 
 SPLIT = {f"{what}_seconds" for what in ("env", "policy", "loop", "transport", "wait")}
 KEYS = {

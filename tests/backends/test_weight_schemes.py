@@ -23,7 +23,7 @@ from reap.weight_update import (
     TransportBackend,
     WeightStrategy,
 )
-from tests.faults.worlds import healthy
+from tests.worlds.faults import healthy
 
 MIX = EchoPolicy().mix
 SCHEMES = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]

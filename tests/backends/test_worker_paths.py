@@ -11,7 +11,7 @@ from reap.collectors.distributed import DistributedSyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import UsageError, WorkerRaised, WrongArgument
 from reap.testing import EchoPolicy
-from tests.faults.worlds import healthy
+from tests.worlds.faults import healthy
 
 
 class Scaled(torch.nn.Module):

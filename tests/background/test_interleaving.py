@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from reap.data import MultiStep, SliceSampler
 from reap.errors import WorkerDied
 from reap.testing import EchoPolicy
-from tests.background.worlds import IN_STEP, LENGTHS, MIX, buffer, check_rows, make
-from tests.faults.worlds import pids
+from tests.worlds.background import IN_STEP, LENGTHS, MIX, buffer, check_rows, make
+from tests.worlds.faults import pids
 
 verbs = st.lists(
     st.sampled_from(

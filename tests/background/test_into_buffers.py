@@ -12,7 +12,7 @@ from reap.collectors import AsyncCollector, Collector
 from reap.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
-from tests.background.worlds import IN_STEP, KINDS, buffer, check_rows, check_streams, lanes, make
+from tests.worlds.background import IN_STEP, KINDS, buffer, check_rows, check_streams, lanes, make
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,9 +13,9 @@ from reap.buffers.storage.ring import SAMPLED
 from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv
-from tests.background.worlds import KINDS, buffer, check_rows, make
-from tests.buffers.worlds import line
-from tests.faults.worlds import BOUND, within
+from tests.worlds.background import KINDS, buffer, check_rows, make
+from tests.worlds.buffers import line
+from tests.worlds.faults import BOUND, within
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,8 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import ParallelEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, inject, no_leaks
-from tests.background.worlds import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make, until
-from tests.faults.worlds import BOUND, alive, pids, within
+from tests.worlds.background import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make, until
+from tests.worlds.faults import BOUND, alive, pids, within
 
 
 class Boom(CountingEnv):

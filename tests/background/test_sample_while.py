@@ -15,8 +15,8 @@ from reap.collectors import Collector
 from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerDied, WorkerRaised, WrongArgument, WrongState
 from reap.testing import CountingEnv
-from tests.background.worlds import KINDS, buffer, check_rows, make, until
-from tests.faults.worlds import BOUND, pids, within
+from tests.worlds.background import KINDS, buffer, check_rows, make, until
+from tests.worlds.faults import BOUND, pids, within
 
 
 class Boom(CountingEnv):

@@ -14,7 +14,7 @@ from reap.collectors import MultiAsyncCollector
 from reap.data import LazyTensorStorage, MultiStep, ReplayBuffer, SliceSampler
 from reap.envs import TorchEnv
 from reap.testing import no_leaks
-from tests.faults.worlds import pids
+from tests.worlds.faults import pids
 
 LANES, STEPS, CAPACITY = 1000, 20, 150_000
 SLICE = 4

@@ -21,8 +21,8 @@ from reap.collectors import Collector, MultiSyncCollector
 from reap.envs import GymEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, no_leaks
-from tests.background.worlds import IN_STEP, KINDS, EchoPolicy, check_rows, check_streams, lanes, make
-from tests.faults.worlds import BOUND, within
+from tests.worlds.background import IN_STEP, KINDS, EchoPolicy, check_rows, check_streams, lanes, make
+from tests.worlds.faults import BOUND, within
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -27,7 +27,7 @@ from reap.data import (
 )
 from reap.errors import ReapError
 from reap.testing import no_leaks
-from tests.buffers.worlds import line
+from tests.worlds.buffers import line
 
 nan, inf = float("nan"), float("inf")
 

@@ -26,7 +26,7 @@ from reap.data import (
     SliceSampler,
 )
 from reap.errors import CorruptState, SpecMismatch, UsageError, WrongArgument
-from tests.buffers.worlds import frames, line, on_a_small_disk
+from tests.worlds.buffers import frames, line, on_a_small_disk
 
 SIZE = 12
 SAMPLERS = {

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.buffers.worlds import on_a_small_disk
+from tests.worlds.buffers import on_a_small_disk
 
 
 def test_rows_that_do_not_fit_on_the_disk_are_refused_before_the_first_is_written(tmp_path):

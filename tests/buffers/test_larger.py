@@ -16,7 +16,7 @@ from reap.data import (
     TensorDictReplayBuffer,
 )
 from reap.errors import CorruptState, UsageError
-from tests.buffers.worlds import line
+from tests.worlds.buffers import line
 
 
 def numbered(buffer):

@@ -20,7 +20,7 @@ from reap.data import (
 )
 from reap.envs import AsyncEnvPool
 from reap.errors import SpecMismatch
-from tests.buffers.worlds import line
+from tests.worlds.buffers import line
 
 
 class Named(gym.Env):

@@ -13,7 +13,7 @@ import torch
 from reap.data import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 from reap.testing import no_leaks
 from tests.buffers.child_messages import hear, tell
-from tests.buffers.worlds import check_row, episodes, frames, half_a_row, line, start, stop
+from tests.worlds.buffers import check_row, episodes, frames, half_a_row, line, start, stop
 
 
 def test_the_first_writer_decides_the_columns():

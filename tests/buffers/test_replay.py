@@ -29,7 +29,7 @@ from reap.data import (
 )
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from tests import example_count
-from tests.buffers.worlds import check_row, frames, line
+from tests.worlds.buffers import check_row, frames, line
 
 
 @pytest.fixture(params=["memory", "disk", "named"])

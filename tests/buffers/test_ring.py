@@ -183,7 +183,7 @@ def test_rows_that_fill_the_whole_ring_leave_nothing_to_read_while_they_are_writ
 def test_a_lap_between_two_looks_at_the_runs_is_no_empty_buffer():
     """A reader of slices looks at the window, sleeps, and finds all of it written over: it looks again, alone."""
     from reap.data import LazyTensorStorage, ReplayBuffer, SliceSampler
-    from tests.buffers.worlds import line
+    from tests.worlds.buffers import line
 
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2), batch_size=4)
     buffer.extend(line(10))

@@ -19,8 +19,8 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import WorkerSilent
 from reap.testing import CountingEnv, EchoPolicy
 from tests.buffers.child_messages import hear, tell
-from tests.buffers.worlds import frames, half_a_row, line, start, stop
-from tests.faults.worlds import freeze, wait_until_stopped, within
+from tests.worlds.buffers import frames, half_a_row, line, start, stop
+from tests.worlds.faults import freeze, wait_until_stopped, within
 
 
 def test_a_writer_that_is_stopped_is_named_and_its_rows_are_free_when_it_ends():

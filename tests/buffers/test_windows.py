@@ -27,7 +27,7 @@ from reap.errors import UsageError, WrongArgument, WrongState
 from reap.testing import CountingEnv, EchoPolicy
 from tests import example_count
 from tests.buffers.child_messages import hear, tell
-from tests.buffers.worlds import episodes, half_a_row, start, stop
+from tests.worlds.buffers import episodes, half_a_row, start, stop
 
 SAMPLERS = {
     "random": lambda capacity: RandomSampler(),

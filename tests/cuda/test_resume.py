@@ -14,7 +14,7 @@ from torch.distributions import Categorical
 from reap.collectors import Collector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv, TorchEnv
 from reap.envs.adapters.torch_envs import TorchCartPole
-from tests.resume.worlds import Samples, same
+from tests.worlds.resume import Samples, same
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -19,7 +19,7 @@ from reap.envs.adapters.torch_envs import TorchCartPole
 from reap.errors import ReapError, SpecMismatch, UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
-from tests.envs.device_worlds import CountingDevice, Forgetful, OfTensorDicts, Recurrent
+from tests.worlds.device import CountingDevice, Forgetful, OfTensorDicts, Recurrent
 
 pytestmark = pytest.mark.cuda
 

@@ -17,7 +17,7 @@ from reap.data.formats.npz import NpzWriter
 from reap.envs import SerialEnv
 from reap.errors import CorruptState, RecordingFailed
 from reap.testing import CountingEnv
-from tests.datasets.worlds import same, whole_episodes
+from tests.worlds.datasets import same, whole_episodes
 
 BOUND = 60  # seconds that no wait takes
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from reap.collectors import Collector
 from reap.data import load, record
 from reap.envs import SerialEnv
-from tests.datasets.worlds import Everything, policy, same
+from tests.worlds.datasets import Everything, policy, same
 
 
 def recorded(path, format, env="CartPole-v1", act=None, frames=300):

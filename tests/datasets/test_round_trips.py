@@ -13,7 +13,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer, SliceSampler, export, loa
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import CorruptState, SpecMismatch, UsageError, WrongArgument
 from reap.testing import CountingEnv
-from tests.datasets.worlds import FORMATS, Everything, policy, same, whole_episodes
+from tests.worlds.datasets import FORMATS, Everything, policy, same, whole_episodes
 
 
 @pytest.mark.parametrize("format", FORMATS)

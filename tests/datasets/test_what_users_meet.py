@@ -16,7 +16,7 @@ from reap.collectors import Collector
 from reap.data import LazyTensorStorage, ReplayBuffer, export, load, record
 from reap.data.spaces import space_from, space_state
 from reap.errors import CorruptState, RecordingFailed, UsageError, WrongArgument
-from tests.datasets.worlds import FORMATS, same, whole_episodes
+from tests.worlds.datasets import FORMATS, same, whole_episodes
 
 
 def played(env="CartPole-v1", policy=None, frames=200, **options):

@@ -396,7 +396,7 @@ def tictactoe():
 
 
 def agents():
-    from tests.envs.worlds import PLAN, Town
+    from tests.worlds.envs import PLAN, Town
 
     return Town(PLAN)
 

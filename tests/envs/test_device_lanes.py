@@ -16,7 +16,7 @@ from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-from tests.envs.device_worlds import CountingDevice, OfTensorDicts, Recurrent
+from tests.worlds.device import CountingDevice, OfTensorDicts, Recurrent
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from reap.envs import DMEnv, SerialEnv
 from reap.errors import UsageError, WrongArgument
 from reap.testing import CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-from tests.envs.dm_worlds import CountingDm
+from tests.worlds.dm import CountingDm
 
 dm_env = pytest.importorskip("dm_env")
 

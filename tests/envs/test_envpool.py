@@ -14,7 +14,7 @@ from reap.envs.adapters.envpool import EnvPoolLanes
 from reap.errors import UsageError, WrongArgument
 from reap.testing import CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-from tests.envs.worlds import CountingPool, ReadyPool
+from tests.worlds.envs import CountingPool, ReadyPool
 
 
 @given(

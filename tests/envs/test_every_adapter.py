@@ -15,8 +15,8 @@ from reap.envs import AsyncEnvPool, DMEnv, GymEnv, ParallelEnv, PufferLibEnv, Se
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-from tests.envs.dm_worlds import CountingDm
-from tests.envs.worlds import Bindable, CountingPool, CountingTorch, CountingVector, Honest, ReadyPool, SkippingWorld
+from tests.worlds.dm import CountingDm
+from tests.worlds.envs import Bindable, CountingPool, CountingTorch, CountingVector, Honest, ReadyPool, SkippingWorld
 
 MODES = list(AutoresetMode)
 

@@ -17,7 +17,7 @@ from reap.envs import GymEnv, PettingZooEnv, SerialEnv, TorchEnv, TorchPendulum
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.testing import check_env
 from tests import example_count
-from tests.envs.worlds import PLAN, Town
+from tests.worlds.envs import PLAN, Town
 
 KEY = ("agents", "observation")
 

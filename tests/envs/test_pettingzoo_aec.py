@@ -19,8 +19,8 @@ from reap.errors import SpecMismatch, UsageError, WorkerRaised
 from tests import example_count
 
 pytest.importorskip("pettingzoo")
-from tests.envs.pettingzoo_worlds import Table
-from tests.envs.worlds import PLAN, Town
+from tests.worlds.envs import PLAN, Town
+from tests.worlds.pettingzoo import Table
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 MIX = torch.tensor([3.0, 5.0, 7.0])

@@ -19,7 +19,7 @@ from reap.envs.adapters.puffer import PufferLanes
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-from tests.envs.worlds import Auto, Bindable, Honest
+from tests.worlds.envs import Auto, Bindable, Honest
 
 
 class BoundForGood(Honest):

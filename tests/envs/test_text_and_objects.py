@@ -25,7 +25,7 @@ from reap.errors import SpecMismatch, UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, check_env
 from reap.trajectories import with_next
 from tests import example_count
-from tests.envs.worlds import CountingVector, SkippingWorld
+from tests.worlds.envs import CountingVector, SkippingWorld
 
 BOX = CountingEnv.observation_space
 WORDS = spaces.Text(60, charset="abcdefghijklmnopqrstuvwxyz0123456789 ")

@@ -14,7 +14,7 @@ from reap.envs import SerialEnv, TorchEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-from tests.envs.worlds import CountingTorch
+from tests.worlds.envs import CountingTorch
 
 
 @given(

@@ -32,7 +32,7 @@ from reap.envs.transforms import (
 )
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv, EchoPolicy
-from tests.envs.device_worlds import CountingDevice
+from tests.worlds.device import CountingDevice
 
 LENGTHS = [(3, 1, 5), (2,), (4, 2)]
 

@@ -25,7 +25,7 @@ from reap.collectors.distributed import DistributedCollector, DistributedSyncCol
 from reap.errors import WorkerDied
 from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
 from tests.faults.machines import HUB, A, ip
-from tests.faults.worlds import BOUND, PROMISED, ROOM, SOON, all_gone, healthy, pids, within
+from tests.worlds.faults import BOUND, PROMISED, ROOM, SOON, all_gone, healthy, pids, within
 
 NAMESPACES = dict(zip(("a", "b"), os.environ["REAP_TEST_MACHINES"].split()))
 PORT = 29755

@@ -7,7 +7,7 @@ import signal
 from reap._system.messages.framed import until_ready
 from reap._system.messages.pickling import dumps
 from reap._system.processes import Child, end
-from tests.faults.worlds import freeze
+from tests.worlds.faults import freeze
 
 
 def test_a_stack_that_was_told_before_is_no_answer():

@@ -17,7 +17,7 @@ from reap.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 from reap.envs.parallel.env_child import STEP_SOME
 from reap.errors import WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
-from tests.faults.worlds import (
+from tests.worlds.faults import (
     BOUND,
     KINDS,
     ClosesWhenLet,

@@ -15,8 +15,8 @@ import torch
 from reap.backends.local.shared_memory import ProcessConnection
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
 from reap.testing import EchoPolicy
-from tests.faults.restart_worlds import check_lane
-from tests.faults.worlds import all_gone, collect, healthy
+from tests.worlds.faults import all_gone, collect, healthy
+from tests.worlds.restarts import check_lane
 
 DYING = 0  # the worker that does
 

@@ -17,7 +17,7 @@ from reap.collectors import AsyncBatchedCollector, Collector
 from reap.envs import ParallelEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, inject, no_leaks
-from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
+from tests.worlds.faults import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
 
 EXPECTED = {
     "raise": (WorkerRaised, "an injected fault"),

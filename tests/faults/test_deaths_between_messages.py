@@ -21,7 +21,7 @@ from reap.collectors.distributed import DistributedCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import UsageError, WrongState
 from reap.testing import CountingEnv, EchoPolicy
-from tests.faults.worlds import all_gone, collect, freeze, healthy, pids
+from tests.worlds.faults import all_gone, collect, freeze, healthy, pids
 
 
 def _has_rollout(said):

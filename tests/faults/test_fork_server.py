@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.faults.worlds import environment
+from tests.worlds.faults import environment
 
 FULL = """
 import resource

@@ -14,7 +14,7 @@ import torch
 
 from reap.errors import UsageError, WorkerDied
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
-from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, freeze, healthy, pids, within
+from tests.worlds.faults import BOUND, KINDS, SOON, all_gone, collect, freeze, healthy, pids, within
 
 LENGTHS = (3, 1, 5)
 

@@ -24,10 +24,10 @@ from reap.collectors import AsyncCollector, Collector, MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.envs.parallel.process_workers import ThreadedProcessWorkers
 from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
-from tests.background.worlds import KINDS as IN_BACKGROUND
-from tests.background.worlds import buffer, check_end, make
 from tests.faults.interrupt_points import Moment
-from tests.faults.worlds import HERE, KINDS, LANES, all_gone, collect, healthy, pids, whole
+from tests.worlds.background import KINDS as IN_BACKGROUND
+from tests.worlds.background import buffer, check_end, make
+from tests.worlds.faults import HERE, KINDS, LANES, all_gone, collect, healthy, pids, whole
 
 pytestmark = pytest.mark.timeout(120)
 WORKERS = {"sync": KINDS[0], "async": KINDS[1], "one": AsyncCollector}

@@ -11,7 +11,7 @@ import pytest
 
 from reap._system.interrupts import Interrupts
 from reap.testing import CountingWorld, assert_same, no_leaks
-from tests.faults.worlds import BOUND, KINDS, Handler, Pest, all_gone, collect, healthy, pids, within
+from tests.worlds.faults import BOUND, KINDS, Handler, Pest, all_gone, collect, healthy, pids, within
 
 LENGTHS = [(3, 1, 5)]
 

@@ -25,7 +25,7 @@ from reap.collectors.distributed import (
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent
 from reap.join import main as join
 from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
-from tests.faults.worlds import (
+from tests.worlds.faults import (
     BOUND,
     SOON,
     all_gone,

@@ -16,7 +16,7 @@ from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.envs import AsyncEnvPool, ParallelEnv
 from reap.errors import WorkerError
 from reap.modules import ProcessInferenceServer
-from tests.faults.worlds import environment
+from tests.worlds.faults import environment
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -21,8 +21,8 @@ from reap.collectors import MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.errors import UsageError, WorkerDied
 from reap.testing import EchoPolicy
-from tests.faults.restart_worlds import by_lane, check_lane
-from tests.faults.worlds import SOON, collect, healthy, pids, within
+from tests.worlds.faults import SOON, collect, healthy, pids, within
+from tests.worlds.restarts import by_lane, check_lane
 
 REMOTE = [DistributedCollector, RPCCollector]
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, cpu_seconds, environment, healthy, pids, within
+from tests.worlds.faults import BOUND, KINDS, SOON, all_gone, collect, cpu_seconds, environment, healthy, pids, within
 
 SCRIPT = """
 import sys, time, os

@@ -15,7 +15,7 @@ from reap.collectors import MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.errors import WorkerDied
 from tests.faults.simulators import COMMANDS, Simulated, closed, started
-from tests.faults.worlds import BOUND, SOON, alive, all_gone, collect, environment, healthy, pids
+from tests.worlds.faults import BOUND, SOON, alive, all_gone, collect, environment, healthy, pids
 
 SLOW = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv
-from tests.faults.restart_worlds import Once, check_lane, check_lane_exactly, failing
-from tests.faults.worlds import healthy
+from tests.worlds.faults import healthy
+from tests.worlds.restarts import Once, check_lane, check_lane_exactly, failing
 
 
 def four(tmp_path, fault="raise"):

@@ -36,7 +36,7 @@ from reap.errors import NotReady, UsageError, WorkerDied, WorkerRaised, WorkerSi
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.weight_update import WeightSyncScheme
 from reap.weights.shared import Packing
-from tests.faults.worlds import (
+from tests.worlds.faults import (
     BOUND,
     SOON,
     all_gone,

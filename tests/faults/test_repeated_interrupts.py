@@ -12,9 +12,9 @@ import pytest
 
 from reap.collectors import AsyncCollector
 from reap.testing import CountingWorld, assert_same, no_leaks
-from tests.background.worlds import KINDS as IN_BACKGROUND
-from tests.background.worlds import buffer, check_end, make
-from tests.faults.worlds import HERE, KINDS, Handler, Pest, collect, healthy, whole
+from tests.worlds.background import KINDS as IN_BACKGROUND
+from tests.worlds.background import buffer, check_end, make
+from tests.worlds.faults import HERE, KINDS, Handler, Pest, collect, healthy, whole
 
 pytestmark = pytest.mark.timeout(120)
 SHORT, LONG = 60, 10_000  # interrupts of one collector

@@ -22,8 +22,8 @@ from reap.envs.transforms import NormalizeObservation, TransformedEnv
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WrongState
 from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
-from tests.faults.restart_worlds import LENGTHS, BuildsOnlyWithout, by_lane, check_lane, failing
-from tests.faults.worlds import KINDS, collect, healthy, pids
+from tests.worlds.faults import KINDS, collect, healthy, pids
+from tests.worlds.restarts import LENGTHS, BuildsOnlyWithout, by_lane, check_lane, failing
 
 FAULTS = ["kill", "raise", "segfault", "exit", "hang", "stop", "oom"]
 

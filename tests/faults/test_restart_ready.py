@@ -23,8 +23,8 @@ from reap.envs import AsyncEnvPool, ParallelEnv
 from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import inject
-from tests.faults.restart_worlds import BuildsOnlyWithout, Once, check_lane, check_lane_exactly, failing
-from tests.faults.worlds import healthy
+from tests.worlds.faults import healthy
+from tests.worlds.restarts import BuildsOnlyWithout, Once, check_lane, check_lane_exactly, failing
 
 WHERE = {
     "processes": {"env_backend": "multiprocessing"},

@@ -16,7 +16,7 @@ from reap.collectors.distributed import (
 )
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import WorkerSilent
-from tests.faults.worlds import KINDS, PROMISED, ROOM, collect, faulty, gated, healthy, within
+from tests.worlds.faults import KINDS, PROMISED, ROOM, collect, faulty, gated, healthy, within
 
 TIMEOUT = 1.0
 THREADS = functools.partial(AsyncBatchedCollector, env_backend="threading")

@@ -12,7 +12,7 @@ import pytest
 
 from reap.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from reap.testing import CountingEnv, CountingWorld, FaultyEnv, assert_same, no_leaks
-from tests.faults.worlds import BOUND, KINDS, SOON, alive, all_gone, collect, pids
+from tests.worlds.faults import BOUND, KINDS, SOON, alive, all_gone, collect, pids
 
 LENGTHS = (3, 1, 5)
 TIMEOUT = 3.0

@@ -14,7 +14,7 @@ from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollecto
 from reap.envs import GymEnv, ParallelEnv
 from reap.errors import WorkerDied, WrongState
 from reap.testing import CountingEnv, EchoPolicy
-from tests.faults.worlds import KINDS, collect, gated, healthy, within
+from tests.worlds.faults import KINDS, collect, gated, healthy, within
 
 
 def gated_lanes(gate):

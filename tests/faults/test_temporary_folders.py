@@ -11,7 +11,7 @@ import pytest
 
 from reap._system.temporary import TemporaryFolder
 from reap.testing import no_leaks
-from tests.faults.worlds import environment
+from tests.worlds.faults import environment
 
 CODE = """
 import time

@@ -26,7 +26,7 @@ from reap.collectors.distributed import RPCCollector
 from reap.join import main as join
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
-from tests.faults.worlds import environment
+from tests.worlds.faults import environment
 
 SECRET = b"the secret of this test"
 

@@ -18,7 +18,7 @@ from reap._system.processes import Child, end
 from reap.core.shared_slots import SharedFile
 from reap.testing import CountingEnv
 from reap.weights.shared import Packing, SharedWeights
-from tests.faults.worlds import KINDS, collect, freeze, pids
+from tests.worlds.faults import KINDS, collect, freeze, pids
 
 
 class Telltale(nn.Module):

@@ -27,7 +27,7 @@ from reap.errors import (
 )
 from reap.modules import InferenceServer, ProcessInferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
-from tests.faults.worlds import freeze
+from tests.worlds.faults import freeze
 
 
 class Scale(nn.Module):

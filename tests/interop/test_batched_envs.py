@@ -19,7 +19,7 @@ from reap.envs import AsyncEnvPool
 from reap.envs import ParallelEnv as Processes
 from reap.errors import UsageError
 from reap.testing import no_leaks
-from tests.interop.scenarios import ENVS, FRAMES
+from tests.worlds.scenarios import ENVS, FRAMES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

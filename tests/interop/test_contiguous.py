@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from tests.interop.pairs import LIBRARIES
+from tests.worlds.pairs import LIBRARIES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from tests.interop.pairs import LIBRARIES
-from tests.interop.scenarios import ENVS, GRID, OPTIONS, assert_same, policy_for
+from tests.worlds.pairs import LIBRARIES
+from tests.worlds.scenarios import ENVS, GRID, OPTIONS, assert_same, policy_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.interop.scenarios import ENVS, assert_same, policy_for
-from tests.interop.worker_groups import build, renumbered, take
+from tests.worlds.scenarios import ENVS, assert_same, policy_for
+from tests.worlds.worker_groups import build, renumbered, take
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(60)]
 

@@ -23,7 +23,7 @@ from torchrl.modules import (
 )
 
 from reap.errors import WorkerRaised
-from tests.interop.pairs import Each, assert_same_batches, collectors, differs, env_makers, one_episode
+from tests.worlds.pairs import Each, assert_same_batches, collectors, differs, env_makers, one_episode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

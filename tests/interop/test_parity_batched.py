@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from reap.testing import CountingEnv, EchoPolicy
-from tests.interop.pairs import LIBRARIES
+from tests.worlds.pairs import LIBRARIES
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(90)]
 

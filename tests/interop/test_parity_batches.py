@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.interop.pairs import actor, assert_identical, collectors, differs, env_makers
+from tests.worlds.pairs import actor, assert_identical, collectors, differs, env_makers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

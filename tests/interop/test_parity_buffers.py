@@ -9,7 +9,7 @@ pytest.importorskip("torchrl")
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 import reap.data
-from tests.interop.pairs import Each, actor, assert_identical, assert_identical_tensors, collectors, env_makers
+from tests.worlds.pairs import Each, actor, assert_identical, assert_identical_tensors, collectors, env_makers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

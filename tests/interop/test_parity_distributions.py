@@ -12,7 +12,7 @@ from torch import distributions, nn
 from torchrl.envs import ExplorationType
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal, TruncatedNormal
 
-from tests.interop.pairs import assert_same_batches, collectors, env_makers
+from tests.worlds.pairs import assert_same_batches, collectors, env_makers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

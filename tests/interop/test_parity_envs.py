@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 
 from reap.testing import CountingEnv
-from tests.interop.pairs import (
+from tests.worlds.pairs import (
     DISCRETE,
     KINDS,
     LIBRARIES,

@@ -4,7 +4,7 @@ import pytest
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import distributions, nn
 
-from tests.interop.pairs import LIBRARIES, SpaceEnv, actor, box, env_makers, spaces
+from tests.worlds.pairs import LIBRARIES, SpaceEnv, actor, box, env_makers, spaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BOTH = pytest.mark.parametrize("library", LIBRARIES)

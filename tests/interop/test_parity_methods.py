@@ -6,7 +6,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from tests.interop.pairs import actor, assert_identical, assert_same_batches, collectors, differs, env_makers, run
+from tests.worlds.pairs import actor, assert_identical, assert_same_batches, collectors, differs, env_makers, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from torch import nn
 
-from tests.interop.pairs import LIBRARIES, actor, assert_identical, columns, differs, reap
-from tests.interop.worker_groups import IDS, assert_same_runs, both, build, renumbered, said, take, team
+from tests.worlds.pairs import LIBRARIES, actor, assert_identical, columns, differs, reap
+from tests.worlds.worker_groups import IDS, assert_same_runs, both, build, renumbered, said, take, team
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

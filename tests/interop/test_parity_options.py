@@ -5,7 +5,7 @@ import torch
 from torchrl.data.postprocs import MultiStep
 
 from reap.testing import CountingEnv
-from tests.interop.pairs import (
+from tests.worlds.pairs import (
     LIBRARIES,
     Each,
     actor,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.interop.pairs import Each, actor, assert_identical, assert_same_batches, collectors, env_makers, make
+from tests.worlds.pairs import Each, actor, assert_identical, assert_same_batches, collectors, env_makers, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,7 +18,7 @@ from torchrl.envs import ExplorationType
 from torchrl.envs.utils import exploration_type
 
 from reap.errors import WorkerRaised
-from tests.interop.pairs import (
+from tests.worlds.pairs import (
     SPACES,
     SpaceEnv,
     actor,

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torchrl.collectors.utils import split_trajectories as theirs
 
 import reap.collectors.utils
-from tests.interop.pairs import assert_identical, differs
+from tests.worlds.pairs import assert_identical, differs
 
 ours = reap.collectors.utils.split_trajectories
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ from torchrl.modules import OneHotCategorical, ProbabilisticActor, QValueActor, 
 from torchrl.objectives import ClipPPOLoss, DQNLoss
 from torchrl.objectives.value import GAE
 
-from tests.interop.pairs import collectors, env_makers, reap
+from tests.worlds.pairs import collectors, env_makers, reap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -13,7 +13,7 @@ from reap.collectors import Collector
 from reap.envs.torchrl.root_policy import RootPolicy
 from reap.envs.torchrl.rows import TorchRLRows
 from reap.errors import SpecMismatch, WorkerRaised
-from tests.interop.pairs import LIBRARIES, assert_identical
+from tests.worlds.pairs import LIBRARIES, assert_identical
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -15,8 +15,8 @@ from reap.envs.torchrl.lanes import WrappedGym
 from reap.envs.torchrl.rows import TorchRLRows
 from reap.errors import SpecMismatch, UsageError, WorkerRaised
 from reap.testing import CountingEnv, no_leaks
-from tests.interop.pairs import LIBRARIES, assert_identical
-from tests.interop.scenarios import ENVS, policy_for
+from tests.worlds.pairs import LIBRARIES, assert_identical
+from tests.worlds.scenarios import ENVS, policy_for
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ from tensordict.nn import (
 from torch import nn
 
 from reap.collectors import Collector, MultiSyncCollector
-from tests.interop.pairs import LIBRARIES, assert_identical
+from tests.worlds.pairs import LIBRARIES, assert_identical
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -25,7 +25,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import CorruptState, NoSpace, UsageError, WrongArgument
 from reap.testing.faults import full_disk
-from tests.resume.worlds import Samples, same
+from tests.worlds.resume import Samples, same
 
 
 def parts(seed=0):

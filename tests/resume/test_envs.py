@@ -14,8 +14,8 @@ from torch import nn
 from reap.collectors import Collector, MultiSyncCollector
 from reap.envs import DMEnv, EnvPoolEnv, GymEnv, JaxEnv, ParallelEnv, PettingZooEnv, PufferLibEnv, SerialEnv
 from reap.testing import CountingEnv, EchoPolicy
-from tests.envs.worlds import Auto, Bindable, Honest, Town
-from tests.resume.worlds import Noisy, Samples, Secretive, goes_on, gym_lanes, through_a_file
+from tests.worlds.envs import Auto, Bindable, Honest, Town
+from tests.worlds.resume import Noisy, Samples, Secretive, goes_on, gym_lanes, through_a_file
 
 
 def collects(make_env, make_policy=lambda: None, **options):
@@ -94,7 +94,7 @@ def test_pettingzoo_in_turns():
     from pettingzoo.classic import tictactoe_v3
 
     goes_on(collects(lambda: PettingZooEnv(tictactoe_v3.env(), categorical_action_encoding=True), Masked))
-    from tests.envs.pettingzoo_worlds import Table
+    from tests.worlds.pettingzoo import Table
 
     def make_env():
         return SerialEnv(2, lambda: PettingZooEnv(Table(deaths={3: [1]}, length=9)))

@@ -15,8 +15,8 @@ from reap.envs.adapters.torch_envs import TorchCartPole, TorchPendulum
 from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import CorruptState
 from reap.testing import CountingEnv, EchoPolicy
-from tests.envs.device_worlds import Recurrent
-from tests.resume.worlds import Noisy, Own, Samples, Secretive, goes_on, gym_lanes, same, through_a_file
+from tests.worlds.device import Recurrent
+from tests.worlds.resume import Noisy, Own, Samples, Secretive, goes_on, gym_lanes, same, through_a_file
 
 
 def flat():

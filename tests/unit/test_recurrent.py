@@ -19,7 +19,7 @@ from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv
 from tests import example_count
-from tests.envs.worlds import CountingVector
+from tests.worlds.envs import CountingVector
 
 LENGTHS = [(3, 1, 5), (2, 2, 7), (4,)]
 

@@ -10,7 +10,7 @@ from reap.envs import PettingZooEnv, SerialEnv, TorchEnv
 from reap.envs.transforms import StepCounter, TimeLimit, TransformedEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests.envs.worlds import PLAN, CountingTorch, CountingVector, Town
+from tests.worlds.envs import PLAN, CountingTorch, CountingVector, Town
 
 
 def test_lanes_that_cannot_be_reset_singly_say_so_at_once():

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from reap.collectors import Collector, Evaluator
 from reap.envs import PettingZooEnv, SerialEnv
 from reap.testing import CountingEnv, EchoPolicy
-from tests.envs.pettingzoo_worlds import Table
-from tests.envs.worlds import PLAN, CountingVector, Town
+from tests.worlds.envs import PLAN, CountingVector, Town
+from tests.worlds.pettingzoo import Table
 
 
 def test_set_truncated_marks_the_last_frame_of_a_short_batch():

@@ -16,7 +16,7 @@ from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy
 from reap.trajectories import cu_seqlens
 from tests import example_count
-from tests.envs.worlds import CountingVector
+from tests.worlds.envs import CountingVector
 
 
 def lanes(lengths):

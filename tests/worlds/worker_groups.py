@@ -20,8 +20,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.interop import pairs
-from tests.interop.pairs import LIBRARIES, actor, assert_identical, env_makers, make
+from tests.worlds import pairs
+from tests.worlds.pairs import LIBRARIES, actor, assert_identical, env_makers, make
 
 for _module in (pairs, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(_module)  # reap's workers need not import them, and torchrl with them

@@ -18,7 +18,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn import TensorDictModuleBase
 
-from tests.interop import pairs
+from tests.worlds import pairs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
