@@ -11,10 +11,13 @@ import time
 import pytest
 
 from reap.collectors import AsyncCollector
+from reap.envs.parallel.env_child import TOKENS
+from reap.envs.parallel.env_process import EnvProcess
+from reap.envs.parallel.process_workers import ProcessWorkers, ThreadedProcessWorkers
 from reap.testing import CountingWorld, assert_same, no_leaks
 from tests.worlds.background import KINDS as IN_BACKGROUND
 from tests.worlds.background import buffer, check_end, make
-from tests.worlds.faults import HERE, KINDS, Handler, Pest, collect, healthy, whole
+from tests.worlds.faults import HERE, KINDS, Handler, Pest, SlowEnv, collect, healthy, whole
 
 pytestmark = pytest.mark.timeout(120)
 SHORT, LONG = 60, 10_000  # interrupts of one collector
@@ -119,6 +122,37 @@ def test_a_step_of_which_it_is_not_known_whether_it_was_answered(when, monkeypat
             c.next()
         monkeypatch.undo()
         for _ in range(3):
+            whole(c.next())
+
+
+def broken_off(c, handler, wait=(EnvProcess, "wait"), times=1):
+    """Interrupt so many calls of `next` in a row where they wait for lanes."""
+    place, name = wait
+    before = getattr(place, name)
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        return before(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, name, interrupted)
+        for _ in range(times):
+            handler.armed = True
+            with pytest.raises(KeyboardInterrupt):
+                c.next()
+
+
+@pytest.mark.parametrize("kind", ["parallel", "processes", "threads of a process"])
+def test_more_interrupts_in_a_row_than_there_are_tokens(kind):
+    """Each leaves an answer to a PING unread: none of these may be taken for the answer to a later one."""
+    waits = {"processes": (ProcessWorkers, "_answers"), "threads of a process": (ThreadedProcessWorkers, "_answers")}
+    wait = waits.get(kind, (EnvProcess, "wait"))
+    with HERE[kind](SlowEnv) as c, Handler() as handler:
+        whole(c.next())
+        broken_off(c, handler, wait, 2 * TOKENS + 50)
+        whole(c.next())
+        for _ in range(5):
+            broken_off(c, handler, wait)
             whole(c.next())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import random
@@ -267,18 +266,26 @@ def whole(batch, seen=None):
         seen[lane] = int(one), first + len(frames)
 
 
-def counting():
-    from reap.testing import CountingEnv
+class SlowEnv(CountingEnv):
+    """Its successor comes late: who does not wait for it finds what was there before."""
 
-    return [lambda n=n, one=one: CountingEnv(one, n) for n, one in enumerate(LANES)]
+    def step(self, action):
+        time.sleep(0.002)
+        return super().step(action)
+
+
+def counting(env=CountingEnv):
+    return [lambda n=n, one=one: env(one, n) for n, one in enumerate(LANES)]
 
 
 HERE = {
-    "single": lambda: collect(Collector, counting()[0]),
-    "workers": lambda: collect(KINDS[0], counting(), frames_per_batch=24, workers="inline"),
-    "parallel": lambda: collect(Collector, ParallelEnv(3, counting()), frames_per_batch=24),
+    "single": lambda env=CountingEnv: collect(Collector, counting(env)[0]),
+    "workers": lambda env=CountingEnv: collect(KINDS[0], counting(env), frames_per_batch=24, workers="inline"),
+    "parallel": lambda env=CountingEnv: collect(Collector, ParallelEnv(3, counting(env)), frames_per_batch=24),
     **{
-        name: functools.partial(collect, AsyncBatchedCollector, counting(), frames_per_batch=24, **options)
+        name: lambda env=CountingEnv, options=options: collect(
+            AsyncBatchedCollector, counting(env), frames_per_batch=24, **options
+        )
         for name, options in {
             "threads": {"env_backend": "threading"},
             "processes": {"env_backend": "multiprocessing"},

@@ -25,6 +25,7 @@ from reap._system.processes import DEADLINE, Child, StartMethod, end
 from reap._system.worker_log import record
 from reap.envs.parallel.env_child import CALL, ORDER, Traits
 from reap.envs.parallel.lane_workers import lanes_named
+from reap.envs.parallel.pings import Pings
 from reap.errors import ReapError, WorkerSilent
 from reap.spec import EnvSpec
 
@@ -42,6 +43,7 @@ class EnvProcess:
         # Without a timeout the reply pipe, which closes with the child, is enough.
         for fd in (reply, child.socket.fileno()) if timeout is None else (reply, child.sentinel, child.socket.fileno()):
             self._poll.register(fd, select.POLLIN)
+        self.pings = Pings()
         self.logged = False  # whether its silence is in the log already
         self.spec: EnvSpec
         self.traits: Traits

@@ -33,7 +33,8 @@ from reap._system.processes import BOOT
 from reap._system.stacks import call_all
 from reap.core.env import Rows
 from reap.core.slot import Row
-from reap.envs.parallel.env_child import DRAW, RESET, TOKENS, UNSEEDED, Traits
+from reap.envs.parallel.env_child import DRAW, RESET, UNSEEDED, Traits
+from reap.envs.parallel.pings import Pings
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerError
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import restart_seed
@@ -123,7 +124,7 @@ class LaneWorkers(abc.ABC):
         self._replacements: dict[int, int] = {}  # by unit: how many were in its place before
         self._last_seeds: dict[int, int] = {}  # the last seed of each lane that was seeded
         self._pending: dict[int, float] = {}  # groups under way, and since when; the longest first
-        self._token = 0  # the token of the last `settle`
+        self._pings = Pings()
         self._next_check = 0.0  # when to look next for a silent group, even if others answer
         self._logged: tuple[int, float] | None = None  # the silent group that was logged last, and since when
         guard(self)
@@ -265,7 +266,10 @@ class LaneWorkers(abc.ABC):
         A group carries out its orders one after another: once it has answered a PING with a new token, it has answered
         all earlier orders.
         """
-        self._token = self._token % TOKENS + 1
+        with self._pings.next() as token:
+            self._settle(token)
+
+    def _settle(self, token: int) -> None:
         self.cut.clear()  # so that these lanes, too, are settled: they will be reset, or their answers are in
         left, since = set(self._can_take_orders(range(len(self.bounds)))), time.monotonic()
         for group in left:
@@ -273,14 +277,14 @@ class LaneWorkers(abc.ABC):
                 continue  # lost just now, with another group of its process
             self._pending[group] = since
             try:
-                self._ping(group, self._token)
+                self._ping(group, token)
             except ReapError as error:
                 self._handle_failure(self._unit_of(group), error)
         while left or self._restarting:
             now = time.monotonic()
             found = self._answers(self._patience(now))
             self._note_restarted([group for group, token in found if not token])
-            for group in [group for group, token in found if token == self._token]:
+            for group in [group for group, token in found if token == token]:
                 left.discard(group)
                 self._pending.pop(group, None)
             self._check_silence(now)

@@ -45,7 +45,6 @@ from reap.envs.parallel.env_child import (
     RESET,
     STEP,
     STEP_SOME,
-    TOKENS,
     UNSEEDED,
     EnvChild,
     LanesChild,
@@ -114,7 +113,6 @@ class ProcessLanes(Env):
         self._action: dict[Key, Leaf] | None = None
         self._own_slot: Slot | None = None
         self._end, self._slot_count = 0, 0
-        self._token = 0  # the token of the last `_settle`
         guard(self)
         try:
             with limits_as_worker_died("processes for the lanes"):
@@ -227,13 +225,13 @@ class ProcessLanes(Env):
         The interrupt may have come between any two lines, so it is unknown whether the step was sent or answered. The
         child therefore gets a PING with a new token: once it has answered that, it has answered all earlier orders.
         """
-        self._token = self._token % TOKENS + 1
-        process.order(PING, 0, self._token)
         read = self._read_objects if self._loose else self._read_byte
-        process.wait()
-        while read(process) != self._token:
+        with process.pings.next() as token:
+            process.order(PING, 0, token)
             process.wait()
-        process.owes = False  # only now: this method may be interrupted too
+            while read(process) != token:
+                process.wait()
+            process.owes = False  # only now: this method may be interrupted too
 
     def read_answer(self, process: EnvProcess) -> int:
         """Read the byte with which a child has answered; returns 0, or the token of a PING."""
