@@ -283,8 +283,8 @@ class LaneWorkers(abc.ABC):
         while left or self._restarting:
             now = time.monotonic()
             found = self._answers(self._patience(now))
-            self._note_restarted([group for group, token in found if not token])
-            for group in [group for group, token in found if token == token]:
+            self._note_restarted([group for group, answer in found if not answer])
+            for group in [group for group, answer in found if answer == token]:
                 left.discard(group)
                 self._pending.pop(group, None)
             self._check_silence(now)
