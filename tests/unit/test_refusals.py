@@ -91,11 +91,11 @@ def nothing_to_close(thing):
     yield thing
 
 
-@contextlib.contextmanager
 def program():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as one:
-        yield one
-        one.stdin.close()
+    """What `Popen` returns, without starting anything."""
+    made = subprocess.Popen.__new__(subprocess.Popen)
+    made.pid, made._waitpid_lock = 123, threading.Lock()
+    return made
 
 
 @contextlib.contextmanager
@@ -128,7 +128,11 @@ KINDS = {
     "epoll": (lambda path: epoll(), "select.epoll", "make it inside the factory"),
     "poll": (lambda path: nothing_to_close(poll()), "select.poll", "make it inside the factory"),
     "selector": (lambda path: selectors.DefaultSelector(), "selectors.EpollSelector", "make it inside the factory"),
-    "program": (lambda path: program(), r"a program started here \(pid", "start it inside the factory"),
+    "program": (
+        lambda path: nothing_to_close(program()),
+        r"a program started here \(pid",
+        "start it inside the factory",
+    ),
     "thread": (lambda path: nothing_to_close(threading.Thread(name="mine")), "a thread .'mine'", "start it inside"),
     "lock": (lambda path: nothing_to_close(threading.Lock()), "a threading lock", "the one from multiprocessing"),
     "rlock": (lambda path: nothing_to_close(threading.RLock()), "a threading lock", "the one from multiprocessing"),
