@@ -8,12 +8,15 @@ import signal
 import threading
 import time
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
-from reap.collectors import Collector
+from reap.collectors import Collector, MultiAsyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
-from reap.envs import ParallelEnv
+from reap.envs import GymEnv, ParallelEnv
+from reap.envs.transforms import NormalizeObservation, TransformedEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, inject, no_leaks
 from tests.worlds.background import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make, until
@@ -292,6 +295,44 @@ def test_shutdown_in_the_middle_of_a_long_rollout(kind):
     time.sleep(0.1)
     with within(BOUND):
         collector.async_shutdown()
+
+
+class StopsWhenTold(gym.Env):
+    """Observes zeros; when there is a file that says so, a step does not return."""
+
+    observation_space, action_space = gym.spaces.Box(-1.0, 1.0, (1,)), gym.spaces.Discrete(2)
+
+    def __init__(self, note):
+        self.note = note
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        while self.note.exists():
+            time.sleep(0.01)
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def test_shutdown_while_statistics_are_asked_of_a_worker_that_hangs(tmp_path):
+    """The watching thread waits for an answer then, and nobody else may wait for that thread."""
+    note, memory = tmp_path / "note", buffer()
+    env = TransformedEnv(GymEnv(StopsWhenTold(note)), NormalizeObservation())
+    collector = MultiAsyncCollector([env], frames_per_batch=8, total_frames=-1, replay_buffer=memory)
+    collector.start()
+    memory.sample()
+    note.touch()
+    (worker,) = collector._backend.workers
+    until(lambda: worker.pending_call is not None)
+    with within(BOUND):
+        collector.shutdown()
+
+
+def test_a_question_while_another_thread_closes_is_answered():
+    with make("async", buffer()) as collector:
+        collector.start()
+        collector._backend.supervisor.halt()  # as the other thread does
+        collector.is_running()
 
 
 def test_a_thread_that_hangs_is_reported_with_its_stack():

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from reap._system.silence import Silence, frozen_first
+from reap.backends.base import Halted
 from reap.backends.delivery import NO_LIMIT
 from reap.backends.local.pauses import Paused, Pauses
 from reap.backends.local.shared_counters import NOWHERE, SharedCounters
@@ -107,7 +108,8 @@ class BackgroundRunner:
         """End the watching thread, before workers end and their handles with them."""
         with self._backend.uninterrupted():
             self._watch_over.set()
-            if self._watch.ident and self._watch is not threading.current_thread():
+            if self._watch.is_alive() and self._watch is not threading.current_thread():
+                self._supervisor.halt()  # it may be waiting for an answer of a worker that is stuck
                 self._watch.join()
 
     def catch_up(self) -> None:
@@ -142,6 +144,8 @@ class BackgroundRunner:
             self.catch_up()
             try:
                 self._supervisor.poll_failures()
+            except Halted:
+                pass  # another thread is closing the collector
             except ReapError as error:
                 self._failure = error
         return self._failure
@@ -190,6 +194,8 @@ class BackgroundRunner:
                 supervisor.statistics.report(index, seen)
             for worker in workers:
                 supervisor.share_statistics(worker)
+        except Halted:
+            pass  # as in `failure`
         except ReapError as error:
             self._failure = self._failure or error
         finally:
