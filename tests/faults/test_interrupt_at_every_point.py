@@ -240,6 +240,30 @@ def test_half_a_message_is_kept():
     assert at > 20
 
 
+def test_half_a_message_is_sent_once():
+    """Where the child reads more slowly than it is called, the rest of a call is sent while an answer is waited for."""
+    at, came = 1, True
+    while came:
+        (ours, theirs), (sentinel, _) = pairs = socket.socketpair(), socket.socketpair()
+        talk = Conversation(SimpleNamespace(socket=MessageSocket(ours), sentinel=sentinel.fileno(), gone=lambda: False))
+        given = os.urandom(400_000)  # more than the socket takes at once
+        talk.call("keep", given)
+        read = theirs.recv(1 << 20)
+        with contextlib.suppress(KeyboardInterrupt, ChildSilent), Moment(at) as moment:
+            talk.next(0.0)
+        theirs.setblocking(False)
+        with contextlib.suppress(BlockingIOError, ChildSilent):
+            while True:
+                talk.child.socket.flush()
+                read += theirs.recv(1 << 20)
+        assert int.from_bytes(read[:4], "big") == len(read) - 4, moment.where
+        assert pickle.loads(read[4:]) == (1, "keep", (given,))
+        at, came = at + 1, moment.came
+        for one in (*pairs[0], *pairs[1]):
+            one.close()
+    assert at > 20
+
+
 class Large(CountingEnv):
     """What it is in the middle of does not go into a socket at once."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from reap._system.interrupts import Interrupts
 from reap._system.messages.pickling import dumps
 
 _PIECE = 1 << 20  # bytes read at once
@@ -43,11 +44,14 @@ class MessageSocket:
 
     def flush(self) -> bool:
         """Send more of what is left; return whether nothing is left: it was sent, or the child is gone."""
+        if not self._unsent:
+            return True
         try:
-            while self._unsent:
-                with memoryview(self._unsent)[:_PIECE] as piece:
-                    sent = self._socket.send(piece)
-                del self._unsent[:sent]
+            with Interrupts().held():  # Ctrl-C after sending would have the same bytes sent again
+                while self._unsent:
+                    with memoryview(self._unsent)[:_PIECE] as piece:
+                        sent = self._socket.send(piece)
+                    del self._unsent[:sent]
         except BlockingIOError:
             return False
         except OSError:  # the sentinel reports a child that is gone
