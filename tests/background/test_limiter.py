@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reap.buffers import row_source
 from reap.buffers.storage.ring import SAMPLED
 from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerRaised, WrongArgument
@@ -80,6 +82,24 @@ def test_a_sample_nobody_feeds_is_an_error():
     collector.next()
     memory.sample()
     collector.shutdown()
+
+
+def test_patience_counts_from_the_last_row(monkeypatch):
+    """Rows arrive one by one, each in time, and all together take longer than the timeout."""
+    memory = buffer(limiter=SamplesPerInsert(1, min_size=10, timeout=20))
+    now = [0.0]
+
+    def sleep(_):
+        now[0] += 15
+        if memory.write_count < 10:
+            memory.extend(line(1))
+
+    monkeypatch.setattr(row_source, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    assert set(memory.sample()["step"].tolist()) == {0}
+    assert now[0] == 150
+    memory.limiter.min_size = 11
+    with pytest.raises(Starved, match=r"10 rows are written, min_size is 11; no rows came for 30 s"):
+        memory.sample()
 
 
 @pytest.mark.parametrize("kind", KINDS)

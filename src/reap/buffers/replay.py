@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,18 +180,14 @@ class ReplayBuffer:
 
         `for_thread`: the thread that the sample is for, if it is not the calling one.
         """
-        since, released = None, False
-        while True:
-            try:
-                return self._sample_now(count, limited=not released)
-            except Starved as why:
-                if released or (closing is not None and closing()):
-                    raise
-                since = since or time.monotonic()
-                patience = None if self.limiter is None else self.limiter.timeout
-                released = self.feed.wait(why, since, patience, for_thread)
+        try:
+            return self._sample_now(count)
+        except Starved as why:
+            patience = None if self.limiter is None else self.limiter.timeout
+            try_again = functools.partial(self._sample_now, count)
+            return self.feed.retry(why, try_again, lambda: self.write_count, patience, closing, for_thread)
 
-    def _sample_now(self, count: int, *, limited: bool = True) -> tuple[Any, dict[Any, Any], bool]:
+    def _sample_now(self, count: int, limited: bool = True) -> tuple[Any, dict[Any, Any], bool]:
         """Like `_sample`, but raise `Starved` instead of waiting. Not `limited`: the limiter no longer applies."""
         limiter = self.limiter if limited else None
         with self._sampler_lock:

@@ -14,10 +14,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from reap.errors import Starved, UsageError, WrongArgument, WrongState
 
+T = TypeVar("T")
 _POLL = 0.001  # seconds between polls: rows of other processes give us no handle to wait on
 _PATIENCE = 60.0  # seconds without a single new row
 
@@ -61,12 +62,41 @@ class Feed:
         if not source.bringing() and not source.over():
             raise WrongState(f"sample_while samples while a collector runs: call {type(source).__name__}.start() first")
 
-    def wait(self, why: Starved, since: float, patience: float | None = None, for_thread: int | None = None) -> bool:
-        """Wait a moment before a reader that lacks rows `since` then tries again, or raise `why`.
+    def retry(
+        self,
+        why: Starved,
+        sample: Callable[[bool], T],
+        written: Callable[[], int],
+        patience: float | None = None,
+        closing: Callable[[], bool] | None = None,
+        for_thread: int | None = None,
+    ) -> T:
+        """Call `sample(limited)`, which has raised `why`, until it returns a sample. Wait for rows in between.
 
-        Return True if all sources have ended: the next try is the last. `patience`: seconds to wait for writers that
-        are not attached here; None: do not wait for them. The time of a pause does not count, unless `for_thread`, the
-        thread that the sample is for, began the pause.
+        `limited` is False in the last try, once all sources have ended. `written` counts the rows ever written: a
+        reader waits for at most `patience` seconds after the last of them; None: 60 s, and not at all if no source is
+        attached. `for_thread`: the thread that the sample is for, if it is not the calling one. No more waiting once
+        `closing` returns True.
+        """
+        for_thread = threading.get_ident() if for_thread is None else for_thread
+        seen, since = -1, 0.0
+        while closing is None or not closing():
+            if (count := written()) != seen:
+                seen, since = count, time.monotonic()
+            last = self._wait(why, since, patience, for_thread)
+            try:
+                return sample(not last)
+            except Starved as error:
+                why = error
+                if last:
+                    break
+        raise why
+
+    def _wait(self, why: Starved, since: float, patience: float | None, for_thread: int) -> bool:
+        """Wait a moment before the next try of a reader that got no row `since` then, or raise `why`.
+
+        Return True if all sources have ended: the next try is the last. The time of a pause does not count, unless
+        `for_thread` began the pause.
         """
         sources = list(self._sources)
         if not sources and self._had_one:
@@ -78,7 +108,7 @@ class Feed:
             if all(source.over() for source in sources):
                 return True
             raise why
-        now, for_thread = time.monotonic(), threading.get_ident() if for_thread is None else for_thread
+        now = time.monotonic()
         if any(source.paused_without(for_thread) for source in sources):
             self._paused_at = now
         waited, limit = now - max(since, self._paused_at), _PATIENCE if patience is None else patience

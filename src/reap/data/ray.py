@@ -12,7 +12,6 @@ import contextlib
 import functools
 import pickle
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,7 +78,7 @@ class _BufferActor:
     def sample_now(self, batch_size: int | None, return_info: bool, limited: bool) -> Any:
         """Return a sample, or raise `Starved` at once: the caller knows better whether waiting is worthwhile."""
         count = self._buffer.batch_size if batch_size is None else batch_size
-        sample, info, _ = self._buffer._sample_now(count, limited=limited)
+        sample, info, _ = self._buffer._sample_now(count, limited)
         return _packed((sample, info) if return_info else sample)
 
     def attribute(self, name: str) -> Any:
@@ -200,17 +199,17 @@ class RayReplayBuffer(_Client):
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Return frames drawn by the buffer's sampler. Wait for missing rows while a collector brings them."""
-        began, released = time.monotonic(), False
         patience = None if self._limiter is None else self._limiter.timeout
-        while True:
-            try:
-                if patience is None or (batch_size or self.batch_size) is None:
-                    return super().sample(batch_size, return_info)
-                return _unpacked(self._remote_call(self._actor.sample_now, batch_size, return_info, not released))
-            except Starved as why:
-                if released:
-                    raise
-                released = self.feed.wait(why, began, patience)
+
+        def sample_now(limited: bool = True) -> Any:
+            if patience is None or (batch_size or self.batch_size) is None:
+                return super(RayReplayBuffer, self).sample(batch_size, return_info)
+            return _unpacked(self._remote_call(self._actor.sample_now, batch_size, return_info, limited))
+
+        try:
+            return sample_now()
+        except Starved as why:
+            return self.feed.retry(why, sample_now, lambda: self.write_count, patience)
 
     def sample_while(self, collector: Any, batch_size: int | None = None, return_info: bool = False) -> Iterator[Any]:
         """Yield samples for as long as a collector fills this buffer. See `ReplayBuffer.sample_while`."""
