@@ -11,8 +11,10 @@ from torch import distributions, nn
 
 from reap.collectors import Collector
 from reap.envs import GymEnv
-from reap.errors import SpecMismatch, UsageError
+from reap.errors import SpecMismatch, UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld
+from reap.testing.backend import counting_lanes
+from tests.worlds.ready import Scripted
 
 
 class StepsSeen(nn.Module):
@@ -77,6 +79,40 @@ def test_parameters_a_distribution_would_refuse(family, params, values, what):
     c = Collector(GymEnv(Env(), categorical_action_encoding=True), policy, frames_per_batch=4)
     late.bad = True
     with pytest.raises(SpecMismatch, match=f"lane 0, step 0: the policy wrote .*{what}"):
+        c.next()
+
+
+class WrongIn(nn.Module):
+    """Writes a scale of zero for lane 1, from its second step on."""
+
+    def forward(self, observation):
+        wrong = (observation[..., :1] == 1) & (observation[..., 2:] > 0)
+        return observation[..., :1], (~wrong).float()
+
+
+def test_refused_parameters_name_the_lane_whatever_its_position_in_the_row():
+    module = TensorDictModule(WrongIn(), ["observation"], ["loc", "scale"])
+    sample = ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=distributions.Normal)
+    policy = TensorDictSequential(module, sample)
+    with pytest.raises(SpecMismatch, match="lane 1, step"):
+        Collector(Scripted([[9], [9]], 1, lambda waiting, most: [0]), policy, frames_per_batch=12).next()
+    with pytest.raises(SpecMismatch, match="lane 1, step 1"):
+        Collector(counting_lanes([[9]] * 3)(), policy, frames_per_batch=12, deterministic=True).next()
+
+
+def sums(observation, total=None):
+    """Read what was written at the last step, and sample with a scale of zero at one step."""
+    step = observation[..., 2:]
+    total = step if total is None else total + step
+    return distributions.Normal(total, (step != 5).float(), validate_args=True).sample(), total
+
+
+def test_a_distribution_that_refuses_its_arguments_says_at_which_step():
+    """The first step of an episode finds nothing from a step before, and so is not replayed."""
+    policy = TensorDictModule(sums, ["observation", "total"], ["action", "total"])
+    c = Collector(CountingEnv((3, 9)), policy, frames_per_batch=12)
+    assert "it is captured" in c.explain()
+    with pytest.raises(WorkerRaised, match="step 8: .*scale"):
         c.next()
 
 

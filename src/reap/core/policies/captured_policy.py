@@ -26,7 +26,7 @@ from reap.core.policies.flat_policy import FlatPolicy
 from reap.core.policies.untouched import untouched
 from reap.core.policy import SubstitutePolicy, TensorDictPolicy
 from reap.core.slot import Row, Slot
-from reap.errors import SpecMismatch
+from reap.errors import SpecMismatch, as_raised
 from reap.spec import Key
 
 _log = logging.getLogger("reap.policy")
@@ -153,6 +153,7 @@ class CapturedPolicy(SubstitutePolicy):
         if self._reread:
             kept: dict[Key, Any] = self._plain._kept  # type: ignore[union-attr]
             if not kept:  # the first step: there is nothing yet to give to the replay
+                self._checks.append((row.inputs, ()))  # the module itself checks this step
                 return self._plain.act(row)
             inputs = (*inputs, *(kept[key] for key in self._reread))
         if self._compare:
@@ -207,8 +208,12 @@ class CapturedPolicy(SubstitutePolicy):
 
     def _raise_for(self, inputs: tuple[Tensor, ...], t: int) -> None:
         """Raise the error for the inputs of step `t`: call the module, whose distribution rejects its arguments."""
-        with torch.no_grad():
-            self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))
+        try:
+            with torch.no_grad():
+                self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))
+        except Exception as cause:
+            error = as_raised("the policy raised", cause).at(step=t)
+            raise error from error.__cause__
         raise SpecMismatch("the policy passed invalid arguments to its distribution").at(step=t)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from reap.core.policies.flat import Program
 from reap.core.policy import Reader, SubstitutePolicy, TensorDictPolicy
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
-from reap.spec import Key, show
+from reap.spec import LANE_AT, Key, show
 
 
 class NotFlat(Exception):
@@ -66,6 +66,8 @@ class FlatPolicy(SubstitutePolicy):
                 good = valid(slot.layout.tensor(key, slot.arrays[key][:steps]))
                 if not bool(good.all()):
                     t, lane = (~good).nonzero()[0][:2].tolist()
+                    if LANE_AT in slot.arrays:  # asynchronous lanes: rows have positions
+                        lane = int(slot.arrays[LANE_AT][t, lane])
                     raise SpecMismatch(f"the policy wrote {what} as {show(key)}").at(lane=lane, step=t)
         for key, deferred in self._program.deferred.items():
             if key in self.outputs:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reap.core.policy import Policy, PolicyWrapper
 from reap.core.slot import Layout, Row, RowKeys, Slot
-from reap.errors import UsageError
+from reap.errors import ReapError, UsageError
 from reap.seeding import fresh_seed
 from reap.spec import EnvSpec, Key
 
@@ -106,8 +106,12 @@ class LaneByLane(PolicyWrapper):
         self._t = t + 1
 
     def end(self, slot: Slot, steps: int) -> None:
-        for policy, part in zip(self._policies, self._lanes_of(slot)):
-            policy.end(part, steps)
+        for lane, (policy, part) in enumerate(zip(self._policies, self._lanes_of(slot))):
+            try:
+                policy.end(part, steps)
+            except ReapError as error:
+                error.lane = lane  # the policy knows only one lane
+                raise
 
     def forget(self, lanes: Sequence[int]) -> None:
         for lane in lanes:
