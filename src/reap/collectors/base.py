@@ -187,12 +187,12 @@ class BaseCollector(IterableDataset[TensorDict]):
         """
         pipeline = self._pipeline
         if self._in_own_rollout:
-            batch, self._last = pipeline.take(self._backend)
+            batch, self._last = pipeline.next_assembled(self._backend)
             return pipeline.arrangement.arrange(batch, self._last)
         self._check_not_background()
         with self._closing_on_failure():
             try:
-                return pipeline.arrangement.arrange(*pipeline.take(self._backend))
+                return pipeline.arrangement.arrange(*pipeline.next_assembled(self._backend))
             except BaseException:
                 self._backend.rollout_lost()
                 raise

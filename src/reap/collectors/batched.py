@@ -19,7 +19,6 @@ from typing_extensions import Self, Unpack
 
 from reap._system.affinity import Masks, mask
 from reap.arguments import count, flag, one_of, whole
-from reap.backends.base import Rollout
 from reap.collectors.keywords import BatchedCollectorOptions
 from reap.collectors.options import WORKERS_ONLY, is_list, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement
@@ -127,11 +126,7 @@ class _FrameStream(Arrangement):
     def __init__(self, version_key: Key | None) -> None:
         self._version_key = version_key
 
-    def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        self.rename_keys(batch)
-        return True
-
-    def rename_keys(self, batch: TensorDictBase) -> None:
+    def rename(self, batch: TensorDictBase, worker: int = 0) -> None:
         if self._version_key is not None:
             for root in ((), ("next",)):
                 batch.rename_key_((*root, *VERSION), (*root, *self._version_key))

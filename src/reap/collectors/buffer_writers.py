@@ -1,9 +1,9 @@
 """Buffer writers: write batches to a replay buffer. This process, the background thread and workers all use them.
 
 rollout ─► batch ─► split ─► postproc ─► hook ─┬─► consumer
-                                               └─► sink.take ─► buffer.extend      whole rollouts
-                                                                buffer.add         step by step
-                                                                whole episodes     when they end, side by side
+                                               └─► sink.write ─► buffer.extend    whole rollouts
+                                                                 buffer.add       step by step
+                                                                 buffer.extend    whole episodes, when they end
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WriteOptions:
 class Sink(Protocol):
     """Writes a collector's batches to a replay buffer, in the way the options ask for."""
 
-    def take(self, batch: TensorDictBase, worker: int = 0) -> None:
+    def write(self, batch: TensorDictBase, worker: int = 0) -> None:
         """Write a batch `[T]` or `[N, T]` that this worker has collected."""
 
     def forget(self) -> None:
@@ -78,7 +78,7 @@ class _Batches:
     def __init__(self, buffer: Any) -> None:
         self._buffer, self._ours = buffer, isinstance(buffer, ReplayBuffer)
 
-    def take(self, batch: TensorDictBase, worker: int = 0) -> None:
+    def write(self, batch: TensorDictBase, worker: int = 0) -> None:
         self._buffer.extend(_storable(batch, self._ours))
 
     def forget(self) -> None:
@@ -88,7 +88,7 @@ class _Batches:
 class _Steps(_Batches):
     """Writes every step with a call of its own."""
 
-    def take(self, batch: TensorDictBase, worker: int = 0) -> None:
+    def write(self, batch: TensorDictBase, worker: int = 0) -> None:
         batch = _storable(batch, self._ours)
         for t in range(batch.batch_size[-1]):
             if self._ours:  # keep the time dimension: reap's buffer would take the lanes for steps without it
@@ -105,7 +105,7 @@ class _Episodes(_Batches):
         self._group = group
         self.forget()
 
-    def take(self, batch: TensorDictBase, worker: int = 0) -> None:
+    def write(self, batch: TensorDictBase, worker: int = 0) -> None:
         whole = self._whole
         whole.feed(_storable(batch, self._ours), worker)
         while len(whole) >= (self._group or 1):
@@ -223,7 +223,7 @@ class Writer:
         if self.postproc is not None or self.hook is not None:
             batch = batch.clone()  # postproc and hook may keep the batch, and the slot is filled again
         split = partial(split_trajectories, prefix="collector") if options.split else None
-        self._sink.take(post_processed(batch, split=split, postproc=self.postproc, hook=self.hook))
+        self._sink.write(post_processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 
     def forget(self) -> None:
         """Drop the frames of unfinished episodes, which will never be completed."""

@@ -116,6 +116,7 @@ class MultiCollector(BaseCollector):
             dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
         ]
         self._lag_limit = _lag_limit(settings)
+        self._workers_write = self._placement.workers_write(workers[0].replay_buffer)
         self._prepare(workers[0], update_interval=self._placement.update_interval)
         self._policy, self._strategy = policy, settings.strategy()
         self._worker_hooks: dict[str, Any] = {}  # the hooks that workers call
@@ -168,7 +169,7 @@ class MultiCollector(BaseCollector):
             delivery=self._make_delivery(settings),
             writer=place.writer(settings),
             nested=place.nested_workers(settings, len(plans)),
-            **self._job_options(settings),
+            **self._backend_options(settings),
         )
 
     def _make_delivery(self, settings: Options) -> Delivery:
@@ -178,7 +179,7 @@ class MultiCollector(BaseCollector):
             return IntoBuffer(in_step=bool(self._sync), threshold=threshold, random_frames=settings.random_frames)
         return InStep(threshold) if self._sync else AsReady(settings.random_frames)
 
-    def _job_options(self, settings: Options) -> dict[str, Any]:
+    def _backend_options(self, settings: Options) -> dict[str, Any]:
         """Return the arguments of `WorkerBackend` that are the same wherever the workers live."""
         return {
             "source": self._weights_source,
@@ -212,9 +213,8 @@ class MultiCollector(BaseCollector):
         self._backend.set_first_weights({w: given[w] if apart else given for w in every if not apart or w in given})
 
     def _make_sink(self) -> Sink | None:
-        """Return the sink of this process, or None if workers write to the buffer; set `_workers_write`."""
+        """Return the sink of this process, or None if workers write to the buffer."""
         sink = super()._make_sink()  # called in both cases: it checks the options
-        self._workers_write = self._placement.workers_write(self.replay_buffer)
         return None if self._workers_write else sink
 
     def _plans(

@@ -6,17 +6,14 @@ from typing import Any
 
 from reap.arguments import count
 from reap.backends.nested_workers import NestedWorkers
-from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
-from reap.collectors.single import Collector
 from reap.errors import UsageError, WrongArgument, nearest
 
-_KINDS: dict[type, str] = {
-    Collector: "single",
-    MultiSyncCollector: "sync",
-    MultiAsyncCollector: "async",
-    AsyncCollector: "async",
-}
-_NAMES = {kind.__name__: name for kind, name in _KINDS.items()} | {
+# By the names of reap's and TorchRL's classes.
+_KINDS = {
+    "Collector": "single",
+    "MultiSyncCollector": "sync",
+    "MultiAsyncCollector": "async",
+    "AsyncCollector": "async",
     "SyncDataCollector": "single",
     "aSyncDataCollector": "async",
     "MultiSyncDataCollector": "sync",
@@ -42,17 +39,16 @@ def _mode(given: Any) -> str:
     """Return "single", "sync" or "async", for one of these words or for a collector class of reap's or TorchRL's."""
     if isinstance(given, type):
         for base in given.__mro__:
-            theirs = base.__module__.startswith("torchrl.") and base.__name__ in _NAMES
-            if base in _KINDS or theirs:
+            if base.__module__.startswith(("reap.", "torchrl.")) and base.__name__ in _KINDS:
                 _check_no_own_methods(given, base)
-                return _NAMES[base.__name__]
+                return _KINDS[base.__name__]
     elif isinstance(given, str) and given in ("single", "sync", "async"):
         return given
-    elif isinstance(given, str) and given in _NAMES:
-        return _NAMES[given]
-    hint = nearest(str(given), [*_NAMES, "single", "sync", "async"])
+    elif isinstance(given, str) and given in _KINDS:
+        return _KINDS[given]
+    hint = nearest(str(given), [*_KINDS, "single", "sync", "async"])
     raise WrongArgument(
-        f"collector_class must be 'single', 'sync', 'async' or one of {', '.join(map(repr, _NAMES))}, which are what a "
+        f"collector_class must be 'single', 'sync', 'async' or one of {', '.join(map(repr, _KINDS))}, which are what a "
         f"worker can run, got {given!r}{hint}"
     )
 

@@ -107,8 +107,8 @@ class RayCollector(MultiCollector):
         self._placement = _RayPlacement(options)
         super().__init__(create_env_fn, policy, **self._placement.options_left)
 
-    def _job_options(self, settings: Options) -> dict[str, Any]:
-        running = super()._job_options(settings)
+    def _backend_options(self, settings: Options) -> dict[str, Any]:
+        running = super()._backend_options(settings)
         if not self._placement.given["restart"]:
             return running
         if settings.on_failure != "raise":

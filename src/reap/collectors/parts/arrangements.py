@@ -53,11 +53,11 @@ class Arrangement:
         """The number of frames in rollouts that were dropped."""
         return 0
 
-    def rename_keys(self, batch: TensorDictBase) -> None:
-        """Rename the keys of a batch that have another name in delivered batches."""
+    def rename(self, batch: TensorDictBase, worker: int = 0) -> None:
+        """Rename the keys and trajectory ids of a worker's batch that are others in delivered batches."""
 
-    def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        """Return whether this rollout is delivered; if so, its keys and trajectory ids are final afterwards."""
+    def admits(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        """Return whether this rollout is delivered."""
         return True
 
     def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
@@ -116,8 +116,12 @@ class FirstCome(Arrangement):
     def dropped_frames(self) -> int:
         return 0 if self._limit is None else self._limit.dropped_frames
 
-    def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        return self._limit is None or self._limit.admit(batch, rollout, self._backend.version)
+    def rename(self, batch: TensorDictBase, worker: int = 0) -> None:
+        if self._limit is not None:
+            self._limit.rename(batch, worker)
+
+    def admits(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        return self._limit is None or self._limit.admits(batch, rollout, self._backend.version)
 
     def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         lag = self._backend.version - rollout.version
@@ -178,9 +182,8 @@ class LagLimit:
         self._new_ids = itertools.count(_FIRST_NEW_ID)
         self.dropped_frames = 0
 
-    def admit(self, batch: TensorDictBase, rollout: Rollout, version: int) -> bool:
-        """Rename ids that continue after dropped rollouts; return whether this rollout is recent enough to deliver."""
-        self._rename(batch, rollout.worker)
+    def admits(self, batch: TensorDictBase, rollout: Rollout, version: int) -> bool:
+        """Return whether this rollout is recent enough to be delivered; if not, count its frames as dropped."""
         if version - rollout.version <= self._most:
             return True
         self.dropped_frames += rollout.frames
@@ -194,9 +197,11 @@ class LagLimit:
             renamed = self._renamed.setdefault(worker, {})
             known = {now: own for own, now in renamed.items()}
             for now in ids.reshape(-1, ids.shape[-1])[:, -1].tolist():
-                renamed[known.get(now, now)] = next(self._new_ids)
+                if now >= 0:  # else the row is no frame
+                    renamed[known.get(now, now)] = next(self._new_ids)
 
-    def _rename(self, batch: TensorDictBase, worker: int) -> None:
+    def rename(self, batch: TensorDictBase, worker: int) -> None:
+        """Give trajectories that continue after dropped rollouts their new ids."""
         renamed, ids = self._renamed.get(worker), batch.get(TRAJ_IDS, None)
         if renamed and ids is not None:
             still = set(ids.reshape(-1, ids.shape[-1])[:, -1].tolist())

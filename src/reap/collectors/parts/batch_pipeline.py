@@ -65,7 +65,7 @@ class BatchPipeline:
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
-    def take(self, backend: Backend) -> tuple[TensorDictBase, Rollout]:
+    def next_assembled(self, backend: Backend) -> tuple[TensorDictBase, Rollout]:
         """Return the next rollout that the arrangement admits, assembled as `[lanes, T]`."""
         while True:
             rollout = backend.take(random=self.frames < self._random)
@@ -73,7 +73,8 @@ class BatchPipeline:
                 batch = torch.cat([self._assembled(part) for part in rollout.parts], -1)
             else:
                 batch = self._assembled(rollout)
-            if self.arrangement.admit(batch, rollout):
+            self.arrangement.rename(batch, rollout.worker)
+            if self.arrangement.admits(batch, rollout):
                 return batch, rollout
 
     def fetch(self, backend: Backend, own: OwnRollout | None = None) -> None:
@@ -89,7 +90,7 @@ class BatchPipeline:
                 return
             if self.frames >= self._total:
                 return
-            batch, rollout = self.take(backend) if own is None else own()
+            batch, rollout = self.next_assembled(backend) if own is None else own()
             self.frames += batch.numel() if rollout is None else rollout.frames
             if whole is None:
                 if self.arrangement.cuts and self.frames > self._total:
@@ -167,7 +168,7 @@ class BatchPipeline:
                 self.batches += 1
                 self.taken = []  # last: no loop or call lies between here and `ready = …` in which Ctrl-C could come
                 return done
-            self.sink.take(done, part.worker)
+            self.sink.write(done, part.worker)
             self.taken = self.taken[1:]
         self.batches += 1
         return None
@@ -175,6 +176,6 @@ class BatchPipeline:
     def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
         """Return this batch of zeros `[lanes, T]` in the form in which it would be delivered; count nothing."""
         batch = batch if self._storing is None else batch.to(self._storing)
-        self.arrangement.rename_keys(batch)
+        self.arrangement.rename(batch)
         split = self.arrangement.split if self._options.split_trajs else None
         return post_processed(batch, split=split, postproc=postproc, hook=None)
