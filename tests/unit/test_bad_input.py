@@ -391,3 +391,16 @@ def test_more_wrong_things():
 
     with pytest.raises(WorkerRaised, match="what env.step returned cannot be read"):
         Collector(Old(), EchoPolicy(), frames_per_batch=3).next()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_unreadable_observation_is_not_blamed_on_the_code_of_the_env(step):
+    class Unread(CountingEnv):
+        observation_space = gym.spaces.Discrete(4)
+
+        def _observation(self):
+            return [0] if self.t == step else self.t
+
+    what = "step" if step else "reset"
+    with pytest.raises(WorkerRaised, match=rf"lane 0.*: what env\.{what} returned cannot be read: TypeError"):
+        Collector(Unread(), frames_per_batch=3).next()

@@ -131,7 +131,8 @@ class GymLanes(Env):
                     self._write_info(info, into, lane)
         except Exception as cause:
             wrong = isinstance(found, (tuple, list)) and len(found) != 2
-            error = as_raised("env.reset raised", _not_a_reset(found) if wrong else cause).at(lane=lane)
+            what = "env.reset raised" if found is None else "what env.reset returned cannot be read:"
+            error = as_raised(what, _not_a_reset(found) if wrong else cause).at(lane=lane)
             if self._on_failure is None:
                 raise error from error.__cause__
             self._replace_env(lane, error, into)
@@ -181,9 +182,9 @@ class GymLanes(Env):
                     row.terminated[lane], row.truncated[lane], row.done[lane] = terminated, truncated, True
                     ended += [lane]
         except Exception as cause:
-            raised_inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
-            what = "env.step raised" if raised_inside else "what env.step returned cannot be read:"
-            if not raised_inside and "unpack" in str(cause):
+            by_env = _raised_by_env(cause)
+            what = "env.step raised" if by_env else "what env.step returned cannot be read:"
+            if not by_env and "unpack" in str(cause):
                 what = f"env.step must return (observation, reward, terminated, truncated, info); {what}"
             error = as_raised(what, cause).at(lane=lane)
             if self._on_failure is None:
@@ -352,6 +353,15 @@ class GymEnv(EnvBase):
         if from_pixels:
             envs = [_with_pixels(one, pixels_only) for one in envs]
         super().__init__(GymLanes(envs, batched=num_envs is not None, **settings), device=device)
+
+
+_READERS = (Observations.write.__code__, GymLanes._write_info.__code__)
+
+
+def _raised_by_env(cause: Exception) -> bool:
+    """Return whether the code of an env raised in `step`, and not the code here that reads what it returned."""
+    called = cause.__traceback__.tb_next if cause.__traceback__ is not None else None
+    return called is not None and called.tb_frame.f_code not in _READERS
 
 
 def _not_a_reset(found: Any) -> SpecMismatch:
