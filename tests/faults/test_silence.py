@@ -70,7 +70,7 @@ def test_without_a_timeout_the_log_says_where_it_is(kind, log):
     told = next(told for told in log.told if "step" in told)  # on a busy machine others may be slow too
     assert "sent nothing for 1 s" in told
     assert "of lane 1" in told or "worker 1 (pid" in told
-    assert "worlds.py" in told
+    assert "worlds/faults.py" in told
 
 
 @pytest.mark.parametrize(

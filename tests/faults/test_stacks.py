@@ -50,9 +50,9 @@ def test_a_stuck_one_is_found(make, name, tmp_path):
     thread = taking(collector)
     found = {}
     with within(20):
-        while not any("in step" in stack and "worlds.py" in stack for stack in found.values()):
+        while not any("in step" in stack and "worlds/faults.py" in stack for stack in found.values()):
             found = collector.stacks()
-    (stuck,) = [who for who, stack in found.items() if "worlds.py" in stack]
+    (stuck,) = [who for who, stack in found.items() if "worlds/faults.py" in stack]
     assert stuck.startswith(name)
     gate.touch()
     thread.join()
@@ -69,7 +69,7 @@ def test_lanes_in_processes_that_are_silent_are_logged_too(log):
     collector.shutdown()
     (told,) = log.told
     assert "of lane 1" in told
-    assert "worlds.py" in told
+    assert "worlds/faults.py" in told
 
 
 def events(caplog):
