@@ -142,27 +142,6 @@ def test_errors_have_names():
         Collector(TorchEnv(CountingDevice([(2,)])), EchoPolicy(), frames_per_batch=4, cudagraph_policy=True).next()
 
 
-def test_seeds_reproduce():
-    class Draws(CountingDevice):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.generator = torch.Generator()
-
-        def seed(self, seed):
-            self.generator.manual_seed(seed)
-
-        def reset(self, mask):
-            return super().reset(mask) + torch.rand(self.num_envs, 3, generator=self.generator)
-
-    c = Collector(TorchEnv(Draws([(2,), (3,)])), EchoPolicy(), frames_per_batch=8)
-    c.set_seed(3)
-    first = c.next()
-    c.next()
-    c.set_seed(3)
-    again = c.next()
-    assert torch.equal(first["observation"][..., 2].frac(), again["observation"][..., 2].frac())
-
-
 @pytest.mark.parametrize("limit", [None, 50])
 def test_used_by_hand_and_closed(limit):
     env = TorchEnv(CountingDevice([(100,), (100,)]))
@@ -186,6 +165,48 @@ class ReadsItself(OfTensorDicts):
         if before is not None:
             tensordict["action"] = tensordict["action"] + before[..., None]
         return tensordict
+
+
+class Draws(CountingDevice):
+    """Adds a random number to what it shows after a reset; counts how often it was seeded."""
+
+    seeded = 0
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.generator = torch.Generator()
+
+    def seed(self, seed):
+        self.seeded += 1
+        self.generator.manual_seed(seed)
+
+    def reset(self, mask):
+        return super().reset(mask) + torch.rand(self.num_envs, 3, generator=self.generator)
+
+
+def test_seeds_reproduce():
+    c = Collector(TorchEnv(Draws([(2,), (3,)])), EchoPolicy(), frames_per_batch=8)
+    c.set_seed(3)
+    first = c.next()
+    c.next()
+    c.set_seed(3)
+    again = c.next()
+    assert torch.equal(first["observation"][..., 2].frac(), again["observation"][..., 2].frac())
+
+
+@pytest.mark.parametrize("limit", [None, 50])
+@pytest.mark.parametrize("policy", [EchoPolicy, ReadsItself])
+def test_a_seed_set_by_hand_is_used_once(limit, policy):
+    inside = Draws([(9,), (9,)])
+    env, want = TorchEnv(inside), torch.rand(2, 3, generator=torch.Generator().manual_seed(5))
+    env.set_seed(5)
+    c = Collector(env, policy(), frames_per_batch=8, max_frames_per_traj=limit)
+    assert on_device(c) == (policy is EchoPolicy)
+    first = c.next()["observation"][:, 0]
+    torch.testing.assert_close(first.frac(), want)
+    seeded = inside.seeded
+    env.reset()
+    assert inside.seeded == seeded
 
 
 @pytest.mark.parametrize("limit", [None, 2])

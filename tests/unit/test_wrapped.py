@@ -1,4 +1,4 @@
-"""An env around another passes on every hook of Env, one by one; whoever adds a hook must decide about it here."""
+"""Envs around another pass on every hook of Env, one by one; whoever adds a hook must decide about it here."""
 
 import dataclasses
 import inspect
@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 
+from reap.core.device.device_env import DeviceEnv, WrappedOnDevice
 from reap.core.env import Env
 from reap.core.env_hooks import EnvHooks
 from reap.core.policies.recurrent_state import RecurrentState
@@ -48,10 +49,22 @@ for _name in METHODS:
 Heard.__abstractmethods__ = frozenset()
 
 
+def on_device(env, spec):
+    return DeviceEnv(env, spec, torch.device("cpu"), [])
+
+
+def twice_on_device(env, spec):
+    return WrappedOnDevice(on_device(env, spec), spec)
+
+
+everywhere = pytest.mark.parametrize("wrap", [Wrapped, on_device, twice_on_device])
+
+
+@everywhere
 @pytest.mark.parametrize("name", METHODS)
-def test_every_hook_is_passed_on_with_what_it_was_given(name):
+def test_every_hook_is_passed_on_with_what_it_was_given(name, wrap):
     inner = Heard()
-    hook = getattr(Wrapped(inner, inner.spec), name)
+    hook = getattr(wrap(inner, inner.spec), name)
     arguments = [object() for _ in inspect.signature(getattr(Env, name)).parameters][1:]
     answer = hook(*arguments)
     assert inner.heard == [(name, tuple(arguments))]
@@ -59,19 +72,21 @@ def test_every_hook_is_passed_on_with_what_it_was_given(name):
         assert answer == name, "what it answered is lost"
 
 
+@everywhere
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_what_is_set_is_set_inside(name):
+def test_what_is_set_is_set_inside(name, wrap):
     inner = Heard()
-    outer, value = Wrapped(inner, inner.spec), object()
+    outer, value = wrap(inner, inner.spec), object()
     setattr(outer, name, value)
     assert getattr(inner, name) is value
     assert getattr(outer, name) is value
 
 
+@everywhere
 @pytest.mark.parametrize("name", TRAITS)
-def test_what_it_is_like_is_what_the_inner_one_is_like(name):
+def test_what_it_is_like_is_what_the_inner_one_is_like(name, wrap):
     inner = Heard()
-    assert getattr(Wrapped(inner, inner.spec), name) is True
+    assert getattr(wrap(inner, inner.spec), name) is True
 
 
 def test_every_attribute_of_an_env_is_thought_of():

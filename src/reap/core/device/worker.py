@@ -44,10 +44,11 @@ def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) 
     wanted = [device for device in (plan.storing_device, plan.policy_device) if device is not None]
     if any(device.type != there.device.type or device.index not in (None, there.device.index) for device in wanted):
         return None
-    carry = carry_of(model)
+    carry, seeds = carry_of(model), env.pending_seeds
     try:
         return DeviceWorker(plan, there, model, carry, same_slot=same_slot)
     except _NeedsHost:
+        env.pending_seeds = seeds  # the reset of the host's worker comes first after all
         return None
 
 

@@ -196,10 +196,8 @@ class DeviceTorchLanes(DeviceEnv):
     """The lanes of `TorchLanes`, with rows on their device: observations and actions are never copied to the host."""
 
     def __init__(self, lanes: TorchLanes) -> None:
-        self._lanes = self.behind = lanes
-        self.spec = lanes.spec
-        self.device, self.holders = lanes._device, [lanes.env]
-        self.pending_seeds = lanes.pending_seeds
+        super().__init__(lanes, lanes.spec, lanes._device, [lanes.env])
+        self._lanes = lanes
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._lanes.seed(lanes, seeds)
