@@ -55,6 +55,12 @@ def cuts_of(batches, lane):
     return sum(int(batch["collector", "cut"][batch["env_index"] == lane].sum()) for batch in batches)
 
 
+def until_cut(collector, batches, lanes):
+    """Take batches until the first row of each of these lanes after the failure has come."""
+    while not all(cuts_of(batches, lane) for lane in lanes):
+        batches.append(collector.next().clone())
+
+
 def until_told(collector, told, more=6, count=1):
     batches = []
     until = time.monotonic() + 40
@@ -101,8 +107,7 @@ def test_an_env_that_fails_is_replaced(where, fault, tmp_path, caplog):
         assert stats["restarts"] == 1
         assert stats["frames"] == sum(batch.numel() for batch in batches)
         assert stats["episodes"] == sum(int(batch["next", "done"].sum()) for batch in batches)
-        while not any(bool(batch["collector", "cut"].any()) for batch in batches):
-            batches.append(c.next().clone())
+        until_cut(c, batches, [1] if fault == "raise" else range(2 - BY_GROUP[where], 2))
     (failure,) = told
     assert failure.action == "restart"
     assert failure.restarts == 1
@@ -301,8 +306,7 @@ def test_nobody_waits_for_one_that_is_being_replaced(where, tmp_path):
         batches.append(c.next().clone())
         gate.touch()
         batches += until_told(c, told)
-        while not any(bool(batch["collector", "cut"].any()) for batch in batches):
-            batches.append(c.next().clone())
+        until_cut(c, batches, range(2 - BY_GROUP[where], 2))
         cuts, _ = check(batches)
         assert cuts[1] == 1
         before = max(int(batch["collector", "traj_ids"].max()) for batch in batches)
