@@ -23,6 +23,7 @@ from reap.backends.remote.gloo import GlooConnection, GlooTransport
 from reap.backends.remote.gloo_worker import HERE
 from reap.backends.remote.message_transport import BroadcastWeights, MessageConnection, SentWeights
 from reap.backends.remote.rpc_worker import below
+from reap.backends.supervisor import Supervisor
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import (
     DistributedCollector,
@@ -102,6 +103,13 @@ def test_a_pause_waits_no_longer_than_it_may(kind, tmp_path):
             assert count == c.stats()["frames"]
         while memory.write_count == count:
             memory.sample()
+
+
+def test_what_was_left_of_a_timeout_is_told_rounded():
+    supervisor = Supervisor(SimpleNamespace(wait=lambda seconds: []))
+    supervisor.workers = [SimpleNamespace(index=0, pending_slots={0: False}, dropped=False, busy=False)]
+    with pytest.raises(NotReady, match="still busy after 0 s"):
+        supervisor.drain(0.000093)
 
 
 def test_a_group_for_weights_that_cannot_be_joined():

@@ -447,8 +447,8 @@ class Supervisor:
         began, left, listened = time.monotonic(), within, False
         with self.listen_lock, self.interrupts.held():
             while any(worker.pending_slots for worker in self.living):
-                if left == 0 and listened:
-                    raise NotReady(f"workers are still busy after {within:g} s")
+                if within is not None and left == 0 and listened:
+                    raise NotReady(f"workers are still busy after {round(within, 2):g} s")
                 self.listen(within=left)
                 listened = True
                 left = None if within is None else max(began + within - time.monotonic(), 0)
