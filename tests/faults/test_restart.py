@@ -68,6 +68,33 @@ def test_nothing_more_is_asked_of_one_that_was_left_out(kind):
         assert not supervisor.workers[1].pending_slots
 
 
+@pytest.mark.parametrize(("error", "restarts"), [(KeyboardInterrupt, 1), (WorkerDied, 2)])
+def test_a_replacement_whose_launch_is_broken_off_or_fails_is_launched_again(error, restarts, monkeypatch):
+    """Ctrl-C comes while an actor starts; or the actor dies before it has said where it is."""
+    with collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="restart") as c:
+        c.next()
+        transport, errors = c._backend.supervisor.transport, [error("died at once")]
+        launch = transport.launch
+
+        def fails_once(workers):
+            if errors:
+                raise errors.pop()
+            launch(workers)
+
+        monkeypatch.setattr(transport, "launch", fails_once)
+        os.kill(pids(c)[1], signal.SIGKILL)
+        broken_off = 0
+        while not c.stats()["restarts"] or errors:
+            try:
+                c.next()
+            except KeyboardInterrupt:
+                broken_off += 1
+        assert broken_off == (error is KeyboardInterrupt)
+        c.next()
+        assert c.stats()["restarts"] == restarts
+        assert c.stats()["workers_alive"] == 2
+
+
 def test_what_ended_a_worker_is_the_cause_where_no_other_can_be_launched(monkeypatch):
     def launch(workers):
         raise ConnectionError("there is no room")

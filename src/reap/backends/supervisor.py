@@ -68,6 +68,8 @@ class Supervisor:
         self._joining = None if joining is None else weakref.WeakMethod(joining)
         self._budget = RestartBudget(self.on_failure)
         self._causes: dict[int, ReapError] = {}  # why each worker whose replacement is starting had failed
+        # Replacements that are not launched yet, each with the last failure in its place, and the one before that.
+        self._to_launch: deque[tuple[WorkerHandle, ReapError, ReapError]] = deque()
         self.on_restarted: Callable[[WorkerHandle], None] | None = None  # called with each worker that was restarted
         self.catch_up: Callable[[], None] | None = None  # adds up what free-running workers have collected
         self.silence = Silence(timeout)
@@ -170,6 +172,8 @@ class Supervisor:
         `rollouts_first`: raise no failure while there are rollouts to take. `within`: the most seconds to wait; 0 does
         not wait.
         """
+        if self._failure is None:
+            self._launch_replacements()
         if self._failure is None:
             silent = self.silence.patience(self._silent_since())
             waits = [seconds for seconds in (within, silent) if seconds is not None]
@@ -297,15 +301,27 @@ class Supervisor:
         if not worker.can_resume:  # else its replacement loads what its env had seen, and reports that again
             self.statistics.retire(worker.index)
         self._end(worker)
-        try:
-            self.transport.launch([worker])
-        except (ConnectionError, ReapError) as why:  # nothing is left that could start one
-            self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {why}"))
-            self._failure.__cause__ = earlier or error
-            return
-        worker.busy_since = time.monotonic() + self.transport.startup_grace
         worker.joining = self._join(worker)
         next(worker.joining)
+        self._to_launch.append((worker, error, earlier or error))
+        self._launch_replacements()
+
+    def _launch_replacements(self) -> None:
+        """Launch the replacements that are due. If Ctrl-C breaks a launch off, the next call repeats it."""
+        while self._to_launch and self._failure is None:
+            worker, error, cause = self._to_launch[0]
+            try:
+                self.transport.launch([worker])
+            except WorkerDied as again:  # an actor that died before it could be asked anything
+                self._to_launch.popleft()
+                self.fail(worker, again)
+                continue
+            except (ConnectionError, ReapError) as why:  # nothing is left that could start one
+                self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {why}"))
+                self._failure.__cause__ = cause
+                return
+            self._to_launch.popleft()
+            worker.busy_since = time.monotonic() + self.transport.startup_grace
 
     def _join(self, worker: WorkerHandle) -> Generator[None, Any, None]:
         """Bring a newcomer up to date, one call at a time: each `yield` receives the answer to the last call."""
