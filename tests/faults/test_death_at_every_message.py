@@ -103,9 +103,10 @@ class Run:
             self.lanes[lane][-1].append(rows)
 
     def knows(self):
-        """Whether the collector knows of a death."""
-        stats = self.collector.stats()
-        return stats["restarts"] > 0 or stats["workers_alive"] < stats["workers"]
+        """Whether the collector knows of a death: a process may be gone before the collector has read of it."""
+        if not self.drops:
+            return self.collector.stats()["restarts"] > 0
+        return any(worker.dropped for worker in self.collector._backend.workers)
 
     def check(self, deaths):
         stats = self.collector.stats()
