@@ -54,9 +54,14 @@ class FailurePolicy:
     tell: Callable[[WorkerFailure], object] | None = None
     deaths_only: bool = False
 
-    def chosen_for(self, error: ReapError, *, building: bool) -> FailureAction:
-        """Return what to do about this error; `building`: it failed while it was being built."""
-        mistaken = building and (self.action == "drop" or self.deaths_only or isinstance(error, UsageError))
+    def chosen_for(self, error: ReapError, *, building: bool, replaces: bool = False) -> FailureAction:
+        """Return what to do about this error.
+
+        `building`: the worker failed while it was being built; `replaces`: in place of another.
+        """
+        mistaken = building and (
+            isinstance(error, UsageError) or (not replaces and (self.action == "drop" or self.deaths_only))
+        )
         return "raise" if mistaken or (self.deaths_only and not isinstance(error, WorkerDied)) else self.action
 
     def report(self, failure: WorkerFailure) -> None:

@@ -95,6 +95,25 @@ def test_a_replacement_whose_launch_is_broken_off_or_fails_is_launched_again(err
         assert c.stats()["workers_alive"] == 2
 
 
+def test_a_mistake_in_a_replacement_is_raised_at_once(tmp_path):
+    """Every further replacement would make it too."""
+    note = tmp_path / "note"
+
+    def mistaken_later():
+        if note.exists():
+            raise UsageError("a mistake")
+        return CountingEnv(LENGTHS, 1)
+
+    c = collect(MultiSyncCollector, [healthy(), mistaken_later], on_failure="restart")
+    c.next()
+    note.touch()
+    os.kill(pids(c)[1], signal.SIGKILL)
+    with pytest.raises(UsageError, match="a mistake$"):
+        while True:
+            c.next()
+    assert c.stats()["restarts"] == 1
+
+
 def test_what_ended_a_worker_is_the_cause_where_no_other_can_be_launched(monkeypatch):
     def launch(workers):
         raise ConnectionError("there is no room")

@@ -258,7 +258,8 @@ class Supervisor:
         """Handle a failed worker: replace it, drop it, or keep the error, which the next thread that listens raises."""
         error = self.at(worker, error)
         record("death", worker.name, "%s", str(error).partition("\n")[0])
-        action = self.on_failure.chosen_for(error, building=not worker.begun)
+        building = not worker.begun or worker.joining is not None
+        action = self.on_failure.chosen_for(error, building=building, replaces=worker.restarts > 0)
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
         elif action == "drop":
