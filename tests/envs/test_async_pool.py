@@ -354,3 +354,48 @@ def test_a_thread_that_hangs_is_named_and_left_behind_with_a_warning(monkeypatch
     with pytest.warns(RuntimeWarning, match=r"(?s)of lane 1 .*is still inside its env"):
         pool.close()
     stuck.set()
+
+
+def test_what_was_sent_is_returned_even_if_the_caller_changes_it_later():
+    with AsyncEnvPool(makers()) as pool:
+        td = pool.reset().set("action", torch.ones(4, 1))
+        pool.async_step_send(td)
+        td["action"] += 1
+        td["observation"].zero_()
+        back = pool.async_step_recv(min_get=4)
+        assert back["action"].tolist() == [[1.0]] * 4
+        assert back["observation"][:, 0].tolist() == back["env_index"].tolist()
+
+
+def test_random_actions_for_some_envs():
+    with AsyncEnvPool(makers()) as pool:
+        some = pool.rand_action(pool.reset()[1:3])
+        assert some["action"].shape == (2, 1)
+        pool.async_step_send(some)
+        assert sorted(pool.async_step_recv(min_get=2)["env_index"].tolist()) == [1, 2]
+        assert pool.rand_action()["action"].shape == (4, 1)
+
+
+def test_the_observation_spec_has_only_what_users_get():
+    with AsyncEnvPool(makers()) as pool:
+        assert list(pool.observation_spec) == ["observation"]
+        assert "_" not in repr(pool).partition("batch_size")[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_step_and_maybe_reset(backend):
+    """Each env reports what CountingEnv predicts, and goes on in its next episode by itself."""
+    with AsyncEnvPool(makers(), backend=backend, envs_per_worker=2) as pool:
+        td = pool.reset()
+        at = [(0, 0)] * 4
+        for _ in range(9):
+            stepped, td = pool.step_and_maybe_reset(pool.rand_action(td))
+            for lane, (episode, t) in enumerate(at):
+                assert stepped["next", "observation"][lane].tolist() == [lane, episode, t + 1]
+                over = t + 1 == LENGTHS[lane][episode % len(LENGTHS[lane])]
+                assert bool(stepped["next", "done"][lane]) is over
+                at[lane] = (episode + 1, 0) if over else (episode, t + 1)
+            assert td["observation"].tolist() == [[lane, *where] for lane, where in enumerate(at)]
+            assert not td["done"].any()
+            assert "reward" not in td
+            assert td["env_index"].tolist() == [0, 1, 2, 3]

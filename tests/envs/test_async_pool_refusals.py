@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -205,3 +206,14 @@ def test_a_program_with_many_files_open():
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("given", [1.5, "1", [0.0], [True], object()])
+def test_an_env_index_that_names_no_envs_is_refused(given):
+    with AsyncEnvPool(makers()) as pool:
+        pool.reset()
+        pool.async_step_send(actions([0.0] * 3))
+        with pytest.raises(UsageError, match="env_index must hold numbers between 0 and 2, got "):
+            pool.async_step_recv(env_index=given)
+        assert pool.async_step_recv(env_index=[np.int64(1), torch.tensor(2)]).shape == (2,)
+        assert pool.async_step_recv(env_index=np.int64(0))["env_index"].tolist() == [0]

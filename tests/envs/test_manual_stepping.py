@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gymnasium as gym
+import pytest
 import torch
 
 from reap.collectors import Collector
-from reap.envs import GymEnv
+from reap.envs import AsyncEnvPool, GymEnv
+from reap.errors import WrongState
 from reap.testing import CountingEnv, EchoPolicy
 
 
@@ -50,3 +52,36 @@ def test_who_uses_the_env_by_hand_leaves_no_false_successor():
         second = c.next()
         assert second["observation"][:, 2].tolist() == [4, 5, 6, 7]
         assert torch.equal(second["collector", "traj_ids"], first["collector", "traj_ids"])
+
+
+def test_the_same_with_envs_that_answer_as_they_are_ready():
+    def send(pool):
+        pool.async_reset_send(env_index=1)
+        pool.async_reset_recv()
+
+    def step(pool):
+        pool.step(pool.rand_action(pool.reset()))
+
+    with AsyncEnvPool([lambda n=n: GymEnv(CountingEnv((100,), n)) for n in range(2)]) as pool:
+        c = Collector(pool, EchoPolicy(), frames_per_batch=8)
+        for use in (AsyncEnvPool.reset, send, step):
+            c.next()
+            use(pool)
+            batch = c.next()
+            for one in batch["collector", "traj_ids"].unique():
+                frames = batch[batch["collector", "traj_ids"] == one]
+                assert frames["observation"][:, 2].tolist() == list(range(len(frames)))
+        with pytest.raises(WrongState, match=r"no env has begun an episode; call reset\(\)"):
+            pool.async_step_send(pool.rand_action())
+
+
+def test_steps_of_a_collector_leave_no_flags_to_steps_by_hand():
+    envs = [CountingEnv((1,), n) for n in range(2)]
+    with AsyncEnvPool([lambda env=env: GymEnv(env) for env in envs]) as pool:
+        c = Collector(pool, EchoPolicy(), frames_per_batch=8)
+        c.next()
+        for env in envs:
+            env.lengths = (9,)
+        pool.async_reset_send()
+        pool.async_reset_recv(min_get=2)
+        assert not pool.step(pool.rand_action())["next", "done"].any()

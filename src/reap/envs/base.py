@@ -24,7 +24,7 @@ from reap.core.rollout import RolloutLoop
 from reap.core.slot import FLAGS, Layout, RowKeys, Slot
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
-from reap.spec import AnyKey, Key, Leaf, as_key, show
+from reap.spec import AnyKey, Key, Leaf, as_key, private, show
 
 
 class EnvBase:
@@ -54,7 +54,8 @@ class EnvBase:
     @property
     def observation_spec(self) -> dict[AnyKey, Leaf]:
         """The observation leaves by key."""
-        return {k[0] if len(k) == 1 else k: leaf for k, leaf in self.lanes_env.spec.observation.items()}
+        leaves = self.lanes_env.spec.observation.items()
+        return {k[0] if len(k) == 1 else k: leaf for k, leaf in leaves if not private(k)}
 
     @property
     def action_keys(self) -> list[AnyKey]:
@@ -79,9 +80,10 @@ class EnvBase:
         return (key[0] if len(key) == 1 else key), leaf
 
     def __repr__(self) -> str:
-        spec = self.lanes_env.spec
-        leaves = {"observation": spec.observation, "action": spec.action}
-        text = "; ".join(f"{what} {', '.join(f'{show(k)} {v}' for k, v in of.items())}" for what, of in leaves.items())
+        leaves = {"observation": self.observation_spec, "action": self.lanes_env.spec.action}
+        text = "; ".join(
+            f"{what} {', '.join(f'{show(as_key(k))} {v}' for k, v in of.items())}" for what, of in leaves.items()
+        )
         return f"{type(self).__name__}({text}; batch_size={list(self.batch_size)})"
 
     # ---- seeding and stepping -------------------------------------------------------------------------------------
@@ -114,7 +116,7 @@ class EnvBase:
         """Write a random action into `tensordict` (a new one if None), and return it."""
         td = TensorDict({}, batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
         for key, leaf in self.lanes_env.spec.action.items():
-            td.set(key, leaf.rand(tuple(self.batch_size)))
+            td.set(key, leaf.rand(tuple(td.batch_size or self.batch_size)))
         return td
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:

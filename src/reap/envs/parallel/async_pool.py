@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -169,7 +169,7 @@ class AsyncEnvPool(EnvBase):
 
     def reset(self) -> TensorDictBase:
         """Begin new episodes in all envs and wait for them."""
-        self._check_usable()
+        self._use_by_hand()
         self._check_all_idle("reset")
         seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
         with self._noting_failure():
@@ -180,11 +180,23 @@ class AsyncEnvPool(EnvBase):
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Step all envs, and wait for them; the result goes under "next"."""
+        self._use_by_hand()
         self._check_all_idle("step")
         self.async_step_send(tensordict, range(self.num_envs))
         back = self.async_step_recv(min_get=self.num_envs)
         order = torch.argsort(back["env_index"])
         return tensordict.set("next", back["next"][order])
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Step all envs, reset those that ended, and return the step and the TensorDict to start the next step from."""
+        stepped = self.step(tensordict)
+        root = stepped["next"].exclude(*self._lane_workers.spec.reward).set("env_index", torch.arange(self.num_envs))
+        over = root["done"].reshape(-1)
+        if count := int(over.sum()):
+            self.async_reset_send(root[over])
+            root = torch.cat([root[~over], self.async_reset_recv(min_get=count)])
+            root = root[torch.argsort(root["env_index"])]
+        return stepped, root
 
     # ---- as they are ready ----------------------------------------------------------------------------------------
 
@@ -193,10 +205,10 @@ class AsyncEnvPool(EnvBase):
 
         The envs are those in `env_index`, or else in the entry "env_index" of `tensordict`, or else all.
         """
-        self._check_usable()
+        self._use_by_hand()
         lanes = self._lanes_for(tensordict, env_index)
         self._check_may_step(lanes)  # first: the row written below also holds actions and flags of lanes under way
-        td = tensordict if tensordict.ndim else tensordict.unsqueeze(0)
+        td = (tensordict if tensordict.ndim else tensordict.unsqueeze(0)).exclude("next", "env_index").clone()
         actions = self._actions(td, lanes)
         row = self._lane_workers.row()
         for array, value in zip(row.action, actions.values()):
@@ -236,7 +248,7 @@ class AsyncEnvPool(EnvBase):
 
         `seeds` holds one seed for each of them, in that order; without it, those of an earlier `set_seed` are used.
         """
-        self._check_usable()
+        self._use_by_hand()
         lanes = self._lanes_for(tensordict, env_index)
         given = self._unused_seeds(lanes) if seeds is None else _seeds(seeds, len(lanes))
         self._check_idle(lanes)
@@ -312,7 +324,7 @@ class AsyncEnvPool(EnvBase):
     def _receive(
         self, what: int, min_get: int, max_get: int | None, env_index: Any, timeout: float | None
     ) -> list[int]:
-        self._check_usable()
+        self._use_by_hand()
         arguments.seconds("timeout", timeout, zero=True)
         arguments.whole("min_get", min_get, least=None)
         arguments.count("max_get", 1 if max_get is None else max_get)
@@ -391,7 +403,8 @@ class AsyncEnvPool(EnvBase):
             self._action = looks
         return {key: value.numpy() for key, value in values.items()}
 
-    def _check_usable(self) -> None:
+    def _use_by_hand(self) -> None:
+        """Refuse what only a collector may do; wait for steps that a collector has begun, and forget them."""
         if self.is_closed:
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
         if (action := self._lane_workers.on_failure.action) != "raise":
@@ -401,6 +414,12 @@ class AsyncEnvPool(EnvBase):
             )
         if self._failure is not None:
             raise WrongState(f"{type(self).__name__} has failed: {self._failure}; close it and make a new one")
+        if self.lanes_env.driver is not None:
+            with self._noting_failure():
+                self._lane_workers.settle()
+            self._clear_orders()
+            self._begun[:] = False
+            self.lanes_env.driver = None
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -423,7 +442,8 @@ class AsyncEnvPool(EnvBase):
 def _numbers(env_index: Any, count: int) -> list[int]:
     """Return the numbers of envs, given as one, several, a tensor, or whatever a tensordict stores them in."""
     given = env_index.tolist() if hasattr(env_index, "tolist") else env_index
-    lanes = [given] if isinstance(given, int) else list(given)
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    lanes = [n.item() if hasattr(n, "item") else n for n in given] if several else [given]
     if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < count for n in lanes):
         raise UsageError(f"env_index must hold numbers between 0 and {count - 1}, got {lanes}")
     if len(set(lanes)) != len(lanes):
@@ -447,7 +467,7 @@ def _rows_of(given: Sequence[tuple[TensorDictBase, int]]) -> TensorDictBase:
         _, rows, places = sources.setdefault(id(td), (td, [], []))
         rows.append(row)
         places.append(n)
-    parts = [td.exclude("next", "env_index")[rows] for td, rows, _ in sources.values()]
+    parts = [td[rows] for td, rows, _ in sources.values()]
     if len(parts) == 1:
         return parts[0]
     order = torch.argsort(torch.tensor([n for _, _, places in sources.values() for n in places]))

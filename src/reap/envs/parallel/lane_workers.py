@@ -243,9 +243,6 @@ class LaneWorkers(abc.ABC):
     def begin(self, seeds: Sequence[int] | None) -> None:
         """Start new episodes in all lanes, whatever was under way; their first observations are in `first` then."""
         self.settle()
-        if self.expecting:
-            for flag in self.row().flags:
-                flag[:] = False  # set by interrupted steps
         everyone = range(self.spec.lanes)
         self.seed(everyone, seeds)
         self.order(range(len(self.bounds)), RESET, everyone)
@@ -292,6 +289,9 @@ class LaneWorkers(abc.ABC):
         self._pending.clear()
         self.cut.clear()
         self.lost.clear()
+        if self.expecting:
+            for flag in self.row().flags:
+                flag[:] = False  # set by steps whose results nobody reads
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
