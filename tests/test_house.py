@@ -221,6 +221,17 @@ def test_private_names_of_other_libraries_are_in_one_file_each():
     assert not wrong, "\n".join(wrong)
 
 
+def test_modules_of_foreign_names_are_imported_whole():
+    """A name imported from one of them would stay when tests/interop/without_names.py takes it away."""
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reap._foreign.")
+    ]
+    assert not wrong
+
+
 def test_no_two_classes_have_one_name():
     names = [
         node.name

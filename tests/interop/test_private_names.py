@@ -8,11 +8,13 @@ import types
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from reap._foreign import torchrl_internals
 from reap.backends.remote.ray import _on_loopback, _starts_cluster
 from reap.collectors import Collector
+from reap.errors import UsageError
 from tests.interop.without_names import Counting, turns
 from tests.test_house import KNOWN_BY_ONE, MODULES, NOT_FOREIGN, named
 
@@ -35,6 +37,7 @@ def names_of(library: str) -> list[str]:
 OTHERWISE = {
     **{(name, "parallel"): "left to TorchRL" for name in torchrl_internals.PARALLEL},
     **{(name, "weights"): "refused" for name in ("_device_mapping_info", "_params_map", "_shared_transport")},
+    **{(name, "rpc"): "refused" for name in ("_init", "_init_rpc_states")},
 }
 NAMES = [(library, name) for library in LIBRARIES for name in names_of(library)]
 
@@ -60,7 +63,10 @@ def test_the_same_is_collected_without(found, library, name):
     usual, without = found[library]["usual"], found[library]["without"][name]
     assert without
     for world, data in without.items():
-        assert data == OTHERWISE.get((name, world), usual[world]), world
+        if (name, world) == ("_update_group_membership", "rpc"):
+            assert data == [usual[world][0], False], "others cannot be introduced, but calls arrive"
+        else:
+            assert data == OTHERWISE.get((name, world), usual[world]), world
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN_BY_ONE["envs.adapters.gymnasium_checks"]))
@@ -79,6 +85,40 @@ def test_gymnasiums_checks_stay_without(name):
 
     source = MODULES["envs.adapters.gymnasium_checks"].read_text()
     assert played(source.replace(name, f"{name}_gone")) == played(source)
+
+
+def seeded(source):
+    from dm_control import suite
+
+    space: dict = {}
+    exec(source, space)
+    env = space["DmAsGym"](suite.load("cartpole", "balance"))
+    try:
+        return str([env.reset(seed=3), env.step(np.zeros(1))])
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN_BY_ONE["envs.adapters.dm"]))
+def test_dm_control_is_seeded_without_or_says_that_it_cannot_be(name):
+    pytest.importorskip("dm_control")
+    source = MODULES["envs.adapters.dm"].read_text()
+    usual, without = seeded(source), seeded(source.replace(name, f"{name}_gone"))
+    assert usual == seeded(source)
+    assert "cannot be seeded from outside" in without if name == "_random" else without == usual
+
+
+def test_every_screen_of_a_game_is_drawn_without_the_method_that_reads_it():
+    ale_py = pytest.importorskip("ale_py")
+    gym.register_envs(ale_py)
+    env = gym.make("PongNoFrameskip-v4")
+    for name, drawn in (("_get_obs", False), ("_get_obs_gone", True)):
+        space: dict = {}
+        exec(MODULES["envs.adapters.atari"].read_text().replace("_get_obs", name), space)
+        env.reset(seed=0)
+        seen = space["undrawn_step"](env, env.step)(0)[0]
+        assert (seen is not space["UNDRAWN"]) == drawn
+    env.close()
 
 
 def test_ray_does_without_its_private_module(caplog):

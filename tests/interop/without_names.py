@@ -186,7 +186,7 @@ def a_group() -> list[Tensor]:
     return [tensor]
 
 
-def an_agent() -> list[Any]:
+def an_agent() -> Any:
     with tempfile.TemporaryDirectory() as folder, torch_internals.on_loopback("TP_SOCKET_IFNAME"):
         store = FileStore(f"{folder}/store", 1)
         try:
@@ -194,12 +194,13 @@ def an_agent() -> list[Any]:
                 store, "me", 0, None, {"rpc_timeout": 20, **torch_internals.ON_ONE_MACHINE}
             )
         except MissingDependency:
-            return [turns(torch.ones(2, 2))]
-        if torch_internals.can_introduce_rpc_agents():
+            return "refused"
+        introduced = torch_internals.can_introduce_rpc_agents()
+        if introduced:
             torch_internals.introduce_rpc_agent(agent, "nobody", 1, gone=True)
         found = rpc.rpc_sync("me", turns, args=(torch.ones(2, 2),))
         rpc.shutdown(graceful=False)
-    return [found]
+    return [found, introduced]
 
 
 TORCH: dict[str, Callable[[], Any]] = {

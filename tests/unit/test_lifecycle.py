@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reap._foreign.torch_internals import set_grad_enabled
-from reap.collectors import Collector, base
+from reap._foreign import torch_internals
+from reap.collectors import Collector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv
 from reap.errors import UsageError, WorkerRaised, WrongState
@@ -41,12 +41,14 @@ def test_an_interrupt_when_a_batch_was_made(monkeypatch):
     c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=4)
     c.next()
 
+    usual = torch_internals.set_grad_enabled
+
     def interrupted(graded):
-        set_grad_enabled(graded)
+        usual(graded)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as during:
-        during.setattr(base, "set_grad_enabled", interrupted)
+        during.setattr(torch_internals, "set_grad_enabled", interrupted)
         with pytest.raises(KeyboardInterrupt):
             c.next()
     assert c.next()["observation"][:, 2].tolist() == [4, 5, 6, 7]  # nobody is collecting, and no frame was lost

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
-from reap._foreign.torch_internals import set_grad_enabled
+from reap._foreign import torch_internals
 from reap._system.forks import guard, refuse_use
 from reap._system.processes import DEADLINE
 from reap._system.threads import wait_for_shutdowns
@@ -259,7 +259,8 @@ class BaseCollector(IterableDataset[TensorDict]):
                 raise
             finally:
                 life.busy = None  # first: Ctrl-C can come when the next line returns
-                set_grad_enabled(graded)  # Ctrl-C while `torch.no_grad()` is being entered would leave gradients off
+                # Ctrl-C while `torch.no_grad()` is being entered would leave gradients off.
+                torch_internals.set_grad_enabled(graded)
         if self._profiler.timeline is not None:
             self._profiler.timeline.waiting(began, time.perf_counter())
         self._clock.end()

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reap._foreign.torch_internals import INFERENCE_GUARD
+from reap._foreign import torch_internals
 from reap.core.capture.exact import Expression, Operand, as_numpy
 from reap.core.capture.out import has_room, is_cast, is_view, writer
 from reap.core.capture.recorder import Call, Register, name_of
@@ -92,8 +92,9 @@ class StepSource:
         self._tensors, self._outside, self._fixed = tensors, outside, fixed
         self._numpy, self._arrays = numpy, arrays
         self._names: dict[str, Any] = {f"r{at}": tensor for at, tensor in outside.items()}
-        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate, inference=INFERENCE_GUARD)
-        self._inference = inference and INFERENCE_GUARD is not None
+        guard = torch_internals.INFERENCE_GUARD
+        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate, inference=guard)
+        self._inference = inference and guard is not None
         self._rollout_lines: list[str] = []  # lines that run once, when a rollout begins
         self._lines: list[Line] = []
         self._parts = [self._lines]  # all lines so far; each call that is not torch's is a part of its own
