@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections import deque
 
 import numpy as np
@@ -17,6 +16,7 @@ from reap.envs import AsyncEnvPool, GymEnv
 from reap.envs.parallel.process_workers import ProcessWorkers, ThreadedProcessWorkers
 from reap.errors import UsageError
 from reap.testing import CountingEnv, EchoPolicy
+from tests.worlds.waiting import until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux")
 
@@ -159,8 +159,7 @@ def test_a_background_driver_stays_on_its_cores():
     ) as c:
         policy.seen.clear()
         c.start()
-        while len(buffer) < 48:
-            time.sleep(0.01)
+        until(lambda: len(buffer) == 48)
     assert policy.seen == {(False, told([min(before)]))}
     assert os.sched_getaffinity(0) == before
 

@@ -27,6 +27,7 @@ from reap.envs import AsyncEnvPool, ParallelEnv
 from reap.errors import UsageError
 from reap.modules import ProcessInferenceServer
 from reap.testing import no_leaks
+from tests.worlds.waiting import until
 
 
 class TalkingEnv(gym.Env):
@@ -287,8 +288,7 @@ def test_an_event_wakes_whoever_waited_for_it_before_the_worker_was_there():
     event, heard = multiprocessing.get_context("fork").Event(), threading.Event()
     thread = threading.Thread(target=lambda: event.wait(30) and heard.set(), daemon=True)
     thread.start()
-    while not event._cond._sleeping_count.get_value():  # until it waits: there is no other sign of it
-        time.sleep(0.001)
+    until(event._cond._sleeping_count.get_value)  # it waits: there is no other sign of it
     with in_one_worker(functools.partial(TalkingEnv, lambda event: event.set(), event)):
         assert heard.wait(10)
     thread.join(10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import time
 import timeit
 import warnings
 
@@ -20,6 +19,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import SpecMismatch
 from reap.testing.backend import counting_lanes
 from reap.weight_update import NoWeightSyncScheme
+from tests.worlds.waiting import until
 
 SAID = "the policy has changed, but"
 
@@ -422,10 +422,9 @@ def test_workers_that_are_sent_weights_in_turn():
         run(MultiSyncCollector([counting_lanes()] * 4, policy, frames_per_batch=48), train, batches=8)
 
 
-def until(collector, frames):
+def wait_for_more(collector, frames):
     goal = collector.stats()["frames"] + frames
-    while collector.stats()["frames"] < goal:
-        assert collector.is_running()
+    until(lambda: collector.is_running() and collector.stats()["frames"] >= goal)
 
 
 def in_background(policy):
@@ -439,7 +438,7 @@ def test_workers_in_the_background_after_a_hundred_rollouts():
         collector.start()
         adam(policy)()
         with pytest.warns(UserWarning, match="rollouts in the background.*update_policy_weights_"):
-            until(collector, 12 * 200)
+            wait_for_more(collector, 12 * 200)
 
 
 def test_workers_in_the_background_that_were_never_sent_any():
@@ -447,7 +446,7 @@ def test_workers_in_the_background_that_were_never_sent_any():
     collector = in_background(policy)
     collector.start()
     adam(policy)()
-    until(collector, 12 * 5)
+    wait_for_more(collector, 12 * 5)
     with pytest.warns(UserWarning, match=SAID):
         collector.shutdown()
 
@@ -459,10 +458,10 @@ def test_workers_in_the_background_that_are_sent_weights_at_last():
         with in_background(policy) as collector:
             collector.start()
             adam(policy)()
-            until(collector, 12 * 5)
+            wait_for_more(collector, 12 * 5)
             collector.update_policy_weights_()
             adam(policy)()
-            until(collector, 12 * 5)
+            wait_for_more(collector, 12 * 5)
 
 
 def test_rollouts_that_a_thread_asks_workers_for_are_counted_once(monkeypatch):
@@ -476,8 +475,7 @@ def test_rollouts_that_a_thread_asks_workers_for_are_counted_once(monkeypatch):
         with MultiSyncCollector([counting_lanes()], policy, **options) as collector:
             adam(policy)()
             collector.start()
-            while collector.stats()["frames"] < 24:
-                time.sleep(0.001)
+            until(lambda: collector.stats()["frames"] == 24)
 
 
 def test_a_thread_in_the_background():
@@ -487,6 +485,6 @@ def test_a_thread_in_the_background():
     collector = MultiSyncCollector([counting_lanes()], policy, frames_per_batch=12, replay_buffer=buffer)
     collector.start()
     adam(policy)()
-    until(collector, 12 * 5)
+    wait_for_more(collector, 12 * 5)
     with pytest.warns(UserWarning, match=SAID):
         collector.shutdown()

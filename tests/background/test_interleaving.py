@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from reap.errors import WorkerDied
 from reap.testing import EchoPolicy
 from tests.worlds.background import IN_STEP, LENGTHS, MIX, buffer, check_rows, make
 from tests.worlds.faults import pids
+from tests.worlds.waiting import until
 
 verbs = st.lists(
     st.sampled_from(
@@ -48,9 +48,7 @@ class Model:
     def grow(self):
         if not self.pauses:
             count = self.rows.write_count
-            deadline = time.monotonic() + 20
-            while self.rows.write_count == count:
-                assert time.monotonic() < deadline, "it does not go on"
+            until(lambda: self.rows.write_count > count)
 
     def sample(self):
         if len(self.rows):

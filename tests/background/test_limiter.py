@@ -18,6 +18,7 @@ from reap.testing import CountingEnv
 from tests.worlds.background import KINDS, buffer, check_rows, make
 from tests.worlds.buffers import line
 from tests.worlds.faults import BOUND, within
+from tests.worlds.waiting import until
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,8 +33,7 @@ def test_the_ratio_is_kept(kind, ratio):
         if update % 50 == 0:
             behind = memory.limiter.behind(memory._memory.ring)
             assert -100 - 16 <= behind <= 100 + 40 * ratio  # a sample; a rollout of each worker
-    while memory.may_write:
-        time.sleep(0.001)
+    until(lambda: not memory.may_write)
     time.sleep(0.05)
     assert memory.limiter.behind(memory._memory.ring) <= 100 + 40 * ratio  # it rests
     assert collector.is_running()
@@ -135,8 +135,7 @@ def test_a_sample_that_waits_is_let_go_by_shutdown():
     got = []
     learner = threading.Thread(target=lambda: got.append(memory.sample()))
     learner.start()
-    while not memory.write_count:
-        time.sleep(0.001)
+    until(lambda: memory.write_count)
     assert not got
     hold.set()
     collector.async_shutdown()
@@ -204,9 +203,7 @@ def test_a_resting_collector_answers(kind):
     memory = buffer(limiter=SamplesPerInsert(1, tolerance=0))
     collector = make(kind, memory)
     collector.start()
-    while not memory.write_count:
-        time.sleep(0.001)
-    time.sleep(0.02)
+    until(lambda: not memory.may_write)
     with within(BOUND):
         for _ in range(5):
             collector.update_policy_weights_()

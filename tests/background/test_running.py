@@ -19,8 +19,9 @@ from reap.envs import GymEnv, ParallelEnv
 from reap.envs.transforms import NormalizeObservation, TransformedEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, inject, no_leaks
-from tests.worlds.background import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make, until
+from tests.worlds.background import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
 from tests.worlds.faults import BOUND, alive, pids, within
+from tests.worlds.waiting import until
 
 
 class Boom(CountingEnv):
@@ -282,17 +283,20 @@ def test_killed_while_it_writes(kind, background):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shutdown_in_the_middle_of_a_long_rollout(kind):
+def test_shutdown_in_the_middle_of_a_long_rollout(kind, tmp_path):
     """Not at its end: after the step it is in."""
+
+    begun = tmp_path / "begun"
 
     class Slow(CountingEnv):
         def step(self, action):
+            begun.touch()
             time.sleep(0.02)
             return super().step(action)
 
     collector = make(kind, buffer(), env=Slow, frames_per_batch=10_000)
     collector.start()
-    time.sleep(0.1)
+    until(begun.exists)
     with within(BOUND):
         collector.async_shutdown()
 
@@ -444,8 +448,7 @@ def test_a_worker_that_hangs_is_reported():
     collector = make("async", memory, env=hangs, timeout=1.0)
     collector.start()
     with within(BOUND + 3), pytest.raises(WorkerSilent, match=r"(?s)worker 1.*timeout=1.0.*faults.py"):
-        while collector.is_running():
-            time.sleep(0.01)
+        until(lambda: not collector.is_running())
     assert collector.closed
 
 
@@ -537,8 +540,7 @@ def test_faults_of_the_env_in_a_worker():
     collector = make("async", memory, env=faulty)
     collector.start()
     with within(BOUND + 3), pytest.raises(WorkerDied, match="code 3"):
-        while collector.is_running():
-            time.sleep(0.001)
+        until(lambda: not collector.is_running())
     check_rows(memory[:], 1.0)
 
 
@@ -552,9 +554,7 @@ def test_the_end_tells_of_errors_nobody_has_asked_for(kind):
 
     collector = make(kind, buffer(), env=Bad, frames_per_batch=24)
     collector.start()
-    deadline = time.monotonic() + 20
-    while not any(remote.child.gone() for remote in collector._backend.workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: any(remote.child.gone() for remote in collector._backend.workers))
     with pytest.raises(WorkerRaised, match="boom"):
         collector.async_shutdown()
     assert collector.closed

@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -15,8 +14,9 @@ from reap.collectors import Collector
 from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerDied, WorkerRaised, WrongArgument, WrongState
 from reap.testing import CountingEnv
-from tests.worlds.background import KINDS, buffer, check_rows, make, until
+from tests.worlds.background import KINDS, buffer, check_rows, make
 from tests.worlds.faults import BOUND, pids, within
+from tests.worlds.waiting import until
 
 
 class Boom(CountingEnv):
@@ -183,8 +183,7 @@ def test_a_buffer_whose_collector_is_gone_waits_for_nobody():
     memory = buffer(limiter=SamplesPerInsert(1, tolerance=0, min_size=10, timeout=BOUND))
     with make("single", memory, total_frames=20) as collector:
         collector.start()
-        while collector.is_running():
-            time.sleep(0.001)
+        until(lambda collector=collector: not collector.is_running())
     del collector
     gc.collect()
     with within(BOUND / 2):

@@ -23,6 +23,7 @@ from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, no_leaks
 from tests.worlds.background import IN_STEP, KINDS, EchoPolicy, check_rows, check_streams, lanes, make
 from tests.worlds.faults import BOUND, within
+from tests.worlds.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -64,38 +65,38 @@ def test_in_the_background(kind):
             count = memory.write_count
             collector.update_policy_weights_()
             assert memory.write_count == count
-        while collector.is_running() and memory.write_count == count:
-            time.sleep(0.001)
-    while collector.is_running():
-        time.sleep(0.001)
+        until(lambda: not collector.is_running() or memory.write_count > count)
+    until(lambda: not collector.is_running())
     assert collector.stats()["frames"] == 400
     collector.async_shutdown()
     assert sum(check_streams(memory[:].reshape(-1)).values()) == 400
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_broken_off_and_broken(kind):
+def test_broken_off_and_broken(kind, tmp_path):
     """In the middle of a rollout, and by an error: at once, with its cause, and nothing is left behind."""
+    begun = tmp_path / "begun"
 
     class Slow(CountingEnv):
         def step(self, action):
+            begun.touch()
             time.sleep(0.01)
             if self.lane == 1 and self.episode == 2:
                 raise OverflowError("boom")
             return super().step(action)
 
     def life(frames):
+        begun.unlink(missing_ok=True)
         memory = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
         collector = make(kind, memory, env=Slow, frames_per_batch=frames)
         collector.start()
         if frames > 1000:
-            time.sleep(0.05)
+            until(begun.exists)
             with within(BOUND):
                 collector.async_shutdown()
         else:
             with pytest.raises(WorkerRaised, match="boom"):
-                while collector.is_running():
-                    time.sleep(0.001)
+                until(lambda: not collector.is_running())
             assert collector.closed
 
     life(20)
@@ -142,8 +143,7 @@ def test_frames_one_after_another_need_one_dimension():
     memory = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
     collector = make("ready", memory, total_frames=400)
     collector.start()
-    while collector.is_running():
-        time.sleep(0.001)
+    until(lambda: not collector.is_running())
     collector.async_shutdown()
     assert memory[:].batch_size == torch.Size([400])
     assert sum(check_streams(memory[:]).values()) == 400

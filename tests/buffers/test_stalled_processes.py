@@ -21,6 +21,7 @@ from reap.testing import CountingEnv, EchoPolicy
 from tests.buffers.child_messages import hear, tell
 from tests.worlds.buffers import frames, half_a_row, line, start, stop
 from tests.worlds.faults import freeze, wait_until_stopped, within
+from tests.worlds.waiting import until
 
 
 def test_a_writer_that_is_stopped_is_named_and_its_rows_are_free_when_it_ends():
@@ -130,8 +131,7 @@ def test_the_log_says_whom_we_wait_for_and_how_long_at_most(monkeypatch, caplog,
     done = threading.Thread(target=lambda: ring.commit(ring.reserve(8)[1]))
     with caplog.at_level(logging.WARNING, "reap"):
         done.start()
-        while not caplog.records:
-            time.sleep(0.001)
+        until(lambda: caplog.records)
     ring.commit(entry)
     done.join()
     (record,) = caplog.records

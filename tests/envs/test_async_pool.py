@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import gymnasium as gym
 import numpy as np
@@ -24,6 +23,7 @@ from reap.errors import (
 )
 from reap.seeding import chain
 from reap.testing import CountingEnv, FaultyEnv, no_leaks
+from tests.worlds.waiting import until
 
 BACKENDS = ("threading", "multiprocessing")
 LENGTHS = ((3, 1), (2,), (4,), (2, 5))
@@ -174,8 +174,7 @@ def test_recv_gives_up_in_time_and_loses_nothing(backend, threads, tmp_path):
 
     class Gated(CountingEnv):
         def _wait(self):
-            while self.lane == 1 and not gate.exists():
-                time.sleep(0.002)
+            until(lambda: self.lane != 1 or gate.exists())
 
         def step(self, action):
             self._wait()

@@ -33,6 +33,7 @@ from reap.envs.transforms import (
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv, EchoPolicy
 from tests.worlds.device import CountingDevice
+from tests.worlds.waiting import until
 
 LENGTHS = [(3, 1, 5), (2,), (4, 2)]
 
@@ -382,8 +383,7 @@ def test_workers_in_the_background_share_about_once_a_second():
     factories = [lambda: TransformedEnv(SerialEnv(2, makers()[:2]), how)] * 2
     with MultiAsyncCollector(factories, still, frames_per_batch=24, replay_buffer=buffer) as c:
         c.start()
-        while not how._learned.found or how.statistics("reward").count < 48:
-            buffer.sample()
+        until(lambda: how._learned.found and how.statistics("reward").count >= 48)
     assert how.statistics("reward").var > 0
 
 

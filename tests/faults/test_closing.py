@@ -31,6 +31,7 @@ from tests.worlds.faults import (
     pids,
     within,
 )
+from tests.worlds.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -125,8 +126,7 @@ class InSteps(CountingEnv):
     def step(self, action):
         self.inside, self.steps = True, self.steps + 1
         self.there.set()
-        while not self.may.is_set():  # a signal that comes just before a wait for a lock is not heard until it ends
-            time.sleep(0.001)
+        until(self.may.is_set)  # a signal that comes just before a wait for a lock is not heard until it ends
         self.inside = False
         return super().step(action)
 
@@ -161,8 +161,7 @@ def test_a_rollout_in_this_process_is_broken_off_after_the_step_it_is_in(use, la
     waits, found = in_a_thread(lambda: WAITERS[use](c))
     envs[0].there.wait()
     closes, raised = in_a_thread(c.shutdown)
-    while not c.closed:
-        time.sleep(0.001)
+    until(lambda: c.closed)
     envs[0].may.set()
     closes.join()
     waits.join()

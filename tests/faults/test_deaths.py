@@ -17,7 +17,8 @@ from reap.collectors import AsyncBatchedCollector, Collector
 from reap.envs import ParallelEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, inject, no_leaks
-from tests.worlds.faults import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
+from tests.worlds.faults import BOUND, KINDS, SOON, alive, all_gone, collect, faulty, healthy, pids, within
+from tests.worlds.waiting import until
 
 EXPECTED = {
     "raise": (WorkerRaised, "an injected fault"),
@@ -248,23 +249,17 @@ def test_killed_in_shutdown(kind):
         c.next()
         workers = pids(c)
         if os.fork() == 0:
-            time.sleep(0.3)
-            for pid in workers:
-                os.kill(pid, signal.SIGKILL) if alive_there(pid) else None
-            os._exit(0)
+            try:
+                until(lambda: not all(map(alive, workers)))  # the healthy ones have closed
+                for pid in filter(alive, workers):
+                    os.kill(pid, signal.SIGKILL)
+            finally:
+                os._exit(0)
         with within(3.5):  # one that does not hear is killed after four, if nobody does it before
             c.shutdown()
         os.wait()
         assert all_gone(workers, 0)
         del c
-
-
-def alive_there(pid):
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import UsageError, WrongState
 from reap.testing import CountingEnv, EchoPolicy
 from tests.worlds.faults import all_gone, collect, freeze, healthy, pids
+from tests.worlds.waiting import until
 
 
 def _has_rollout(said):
@@ -307,10 +308,7 @@ def test_in_the_background_as_many_frames_are_made_as_are_wanted(on_failure, bef
         for _ in range(before):
             c.next()
         c.start()
-        until = time.monotonic() + 30
-        while c.is_running():
-            assert time.monotonic() < until, f"{c.stats()['frames']} of 1000 frames"
-            time.sleep(0.01)
+        until(lambda: not c.is_running())
         assert on_failure == "restart" or len(told) == 1  # the others may have been faster than who takes its place
         assert len(rows) == c.stats()["frames"] == 1000
         assert c.stats()["episodes"] == int(rows[:]["next", "done"].sum())

@@ -99,8 +99,7 @@ def test_while_building_and_closing(kind, delay):
         with pytest.raises(KeyboardInterrupt):
             timer.start()
             collect(kind, [slow, slow])
-            while True:  # it was built before
-                time.sleep(0.01)
+            timer.join()  # it was built before
         timer.join()
         c = collect(kind, [healthy(), healthy(1)])
         workers = pids(c)
@@ -110,8 +109,7 @@ def test_while_building_and_closing(kind, delay):
                 timer.start()  # it may come in here already
                 c.next()
                 c.shutdown()
-                while True:  # it was closed before
-                    time.sleep(0.01)
+                timer.join()  # it was closed before
             c.shutdown()
         assert all_gone(workers, 0)
         timer.join()

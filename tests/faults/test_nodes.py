@@ -23,6 +23,7 @@ from reap.errors import UsageError, WorkerDied
 from reap.testing import EchoPolicy
 from tests.worlds.faults import SOON, collect, healthy, pids, within
 from tests.worlds.restarts import by_lane, check_lane
+from tests.worlds.waiting import until
 
 REMOTE = [DistributedCollector, RPCCollector]
 
@@ -138,8 +139,7 @@ def test_spares_wait_until_they_are_needed(options, secret, port):
         batches += [c.next() for _ in range(3)]
         registry = c._backend.transport._node_pool.registry
         busy = [node for node in nodes if any(pids(c)[1] == child.pid for child in node._agent._children.values())]
-        while not registry.places:
-            threading.Event().wait(0.01)
+        until(lambda: registry.places)
         busy[0].lose()
         with within(SOON):
             batches += [c.next() for _ in range(3)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv
 from tests.worlds.faults import healthy
 from tests.worlds.restarts import Once, check_lane, check_lane_exactly, failing
+from tests.worlds.waiting import until
 
 
 def four(tmp_path, fault="raise"):
@@ -176,8 +176,7 @@ def test_into_a_buffer_in_the_background(tmp_path):
     # As many frames as the buffer holds: how many are made while the faults are waited for is the machine's choice.
     with MultiAsyncCollector(halves, EchoPolicy(), frames_per_batch=16, total_frames=19_200, **options) as c:
         c.start()
-        while c.is_running() or len(told) < 2:
-            time.sleep(0.005)
+        until(lambda: not c.is_running() and len(told) == 2)
         rows = buffer[:]
         assert len(rows) == c.stats()["frames"] >= 19_200
         assert c.stats()["restarts"] == 2

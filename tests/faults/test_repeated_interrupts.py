@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import pytest
 
@@ -18,6 +17,7 @@ from reap.testing import CountingWorld, assert_same, no_leaks
 from tests.worlds.background import KINDS as IN_BACKGROUND
 from tests.worlds.background import buffer, check_end, make
 from tests.worlds.faults import HERE, KINDS, Handler, Pest, SlowEnv, collect, healthy, whole
+from tests.worlds.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 SHORT, LONG = 60, 10_000  # interrupts of one collector
@@ -178,8 +178,7 @@ def test_the_background_goes_on(kind, interrupts):
     for _ in storm(act, interrupts):
         pass
     count = memory.write_count
-    while memory.write_count < count + 100:  # none of the pauses that were broken off holds
-        time.sleep(0.01)
+    until(lambda: memory.write_count >= count + 100)  # none of the pauses that were broken off holds
     with collector.pause():
         check_end(memory)
     collector.async_shutdown()

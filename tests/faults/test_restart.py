@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import gymnasium as gym
 import numpy as np
@@ -24,6 +23,7 @@ from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
 from tests.worlds.faults import KINDS, collect, healthy, pids
 from tests.worlds.restarts import LENGTHS, BuildsOnlyWithout, by_lane, check_lane, failing
+from tests.worlds.waiting import until
 
 FAULTS = ["kill", "raise", "segfault", "exit", "hang", "stop", "oom"]
 
@@ -165,13 +165,11 @@ def test_what_was_answered_by_one_that_is_dropped_is_not_taken_for_anothers(tmp_
     dropped = tmp_path / "dropped"
 
     def own(view):
-        while view.worker_idx and not dropped.exists():
-            time.sleep(0.001)
+        until(lambda: not view.worker_idx or dropped.exists())
         return view.worker_idx
 
     def kill_once_it_has_answered(worker):
-        while not worker.inbox:
-            time.sleep(0.001)
+        until(lambda: worker.inbox)
         os.kill(worker.child.pid, signal.SIGKILL)
 
     options = {"on_failure": "drop", "on_restart": lambda failure: dropped.touch()}
@@ -242,8 +240,7 @@ def test_a_budget_is_for_a_window():
     budget = RestartBudget(FailurePolicy("restart", 2, window=0.05))
     assert [budget.spend(0) for _ in range(2)] == [None, None]
     assert "max_restarts=2, restart_window=0.05" in budget.spend(0)
-    time.sleep(0.06)
-    assert budget.spend(0) is None
+    until(lambda: budget.spend(0) is None)
     assert budget.count == 3
     assert "10 replacements in a row" in budget.spend(10), "one that is never there is not tried for ever"
 
@@ -346,14 +343,10 @@ def test_in_the_background(fault, tmp_path):
     options = {"replay_buffer": buffer, "on_failure": "restart", "on_restart": told.append, "timeout": timeout}
     with collect(MultiAsyncCollector, [healthy(), failing(tmp_path / "note", fault)], **options) as c:
         c.start()
-        until = time.monotonic() + 60
-        while not told and time.monotonic() < until:
-            time.sleep(0.02)
-        assert told, "it was not replaced"
+        until(lambda: told)
         with c.pause():
             before = len(buffer)
-        while len(buffer) < before + 400:
-            time.sleep(0.01)
+        until(lambda: len(buffer) >= before + 400)
         with c.pause():
             rows = buffer[:]
             assert len(rows) == c.stats()["frames"]

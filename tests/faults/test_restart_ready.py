@@ -25,6 +25,7 @@ from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import inject
 from tests.worlds.faults import healthy
 from tests.worlds.restarts import BuildsOnlyWithout, Once, check_lane, check_lane_exactly, failing
+from tests.worlds.waiting import until
 
 WHERE = {
     "processes": {"env_backend": "multiprocessing"},
@@ -283,8 +284,7 @@ def slow_to_come_back(gate, note, fault="kill"):
     note.touch()
 
     def make():
-        while not note.exists() and not gate.exists():
-            time.sleep(0.01)
+        until(lambda: note.exists() or gate.exists())
         return Once(note, fault)
 
     return make
@@ -348,22 +348,18 @@ def test_in_the_background_with_a_buffer(where, tmp_path):
     options = {"replay_buffer": buffer, "on_failure": "restart", "on_restart": told.append}
     with batched(makers, where=where, **options) as c:
         c.start()
-        while note.exists():
-            time.sleep(0.005)
+        until(lambda: not note.exists())
         with c.pause():
             before = len(buffer)
             assert not told
             c.state_dict()
             assert len(buffer) == before
-        while len(buffer) < before + 200:
-            time.sleep(0.005)
+        until(lambda: len(buffer) >= before + 200)
         gate.touch()
-        while not told:
-            time.sleep(0.005)
+        until(lambda: told)
         with c.pause():
             after = len(buffer)
-        while len(buffer) < after + 400:
-            time.sleep(0.005)
+        until(lambda: len(buffer) >= after + 400)
         with c.pause():
             rows = buffer[:]
             assert len(rows) == c.stats()["frames"]
@@ -409,8 +405,7 @@ def test_random_actions_and_memories_of_lanes_that_were_cut(tmp_path):
 def test_a_thread_that_hangs_cannot_be_replaced_and_says_why(tmp_path):
     class HangsUntil(CountingEnv):
         def step(self, action):
-            while self.lane == 1 and not gate.exists():
-                time.sleep(0.01)
+            until(lambda: self.lane != 1 or gate.exists())
             return super().step(action)
 
     gate = tmp_path / "gate"
@@ -429,8 +424,7 @@ def test_a_thread_that_hangs_can_be_left_out(tmp_path):
 
     class HangsUntil(CountingEnv):
         def step(self, action):
-            while self.lane == 1 and not gate.exists():
-                time.sleep(0.01)
+            until(lambda: self.lane != 1 or gate.exists())
             return super().step(action)
 
     makers = [lambda n=n: HangsUntil((3, 1, 5), n) for n in range(3)]

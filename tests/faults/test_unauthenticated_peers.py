@@ -27,6 +27,7 @@ from reap.join import main as join
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
 from tests.worlds.faults import environment
+from tests.worlds.waiting import until
 
 SECRET = b"the secret of this test"
 
@@ -79,10 +80,7 @@ def test_a_crowd_costs_no_threads_and_who_has_the_secret_gets_in(door, caplog):
     with crowd(300, lambda: socket.create_connection((LOOPBACK, door.port))) as strangers:
         for _ in range(3):
             assert greeted(door.port) == b"hello"
-        until = time.monotonic() + 5
-        while threading.active_count() > before + 1 and time.monotonic() < until:  # of those that were greeted
-            time.sleep(0.01)
-        assert threading.active_count() <= before + 1
+        until(lambda: threading.active_count() <= before + 1)  # those of the ones that were greeted end
         assert hung_up_on(strangers) >= 300 - listener._MAX_STRANGERS
     assert "refused so far" in caplog.text
     assert caplog.text.count("refused so far") <= 2, "a line for each stranger is a flood of its own"
@@ -288,6 +286,12 @@ def told(process):
     return process.stdout.readline().split()
 
 
+def listens(port):
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection((LOOPBACK, port)):
+        return True
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_node_joins_a_learner_of_1024_descriptors_during_a_flood_of_1500(tmp_path):
@@ -296,12 +300,7 @@ def test_a_node_joins_a_learner_of_1024_descriptors_during_a_flood_of_1500(tmp_p
     node = [sys.executable, "-W", "ignore", "-m", "reap.join", "--address", f"{LOOPBACK}:{port}"]
     with running(LEARNER, secret, port) as learner:
         _, threads = told(learner)
-        until = time.monotonic() + 60
-        while True:  # until it listens: nothing else tells
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection((LOOPBACK, port)):
-                break
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until(lambda: listens(port))
         with flood((LOOPBACK, port), MANY) as sent_away:
             say(learner, "look")
             word, now = told(learner)
@@ -355,10 +354,7 @@ def test_nothing_of_a_stranger_is_left_behind(door):
         for one in strangers:
             one.sendall(b"x" * 200)
     assert greeted(door.port) == b"hello"  # after them all
-    until = time.monotonic() + 5
-    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def ports_of(pid):

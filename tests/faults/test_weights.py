@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.connection import wait
 
 import cloudpickle
 import pytest
@@ -19,6 +20,7 @@ from reap.core.shared_slots import SharedFile
 from reap.testing import CountingEnv
 from reap.weights.shared import Packing, SharedWeights
 from tests.worlds.faults import KINDS, collect, freeze, pids
+from tests.worlds.waiting import comes_true, until
 
 
 class Telltale(nn.Module):
@@ -131,9 +133,8 @@ def writer(shape):
     file = SharedFile()
     child = Child(cloudpickle.dumps(functools.partial(write_for_ever, shape=shape)), fds=[file.fd], name="writer")
     try:
-        while not child.socket.receive():
-            assert not child.gone()
-            time.sleep(0.01)
+        wait([child.socket])
+        assert child.socket.receive()
         yield file
     finally:
         child.socket.close()
@@ -201,8 +202,8 @@ def test_a_writer_that_dies_in_the_middle_leaves_no_lock():
         file = SharedFile()
         target = cloudpickle.dumps(functools.partial(write_for_ever, shape=shape))
         child = Child(target, fds=[file.fd], name="writer")
-        while not child.socket.receive():
-            time.sleep(0.01)
+        wait([child.socket])
+        assert child.socket.receive()
         read(file, shape, 1)  # something is there, and it goes on writing
         child.signal(9)
         assert child.gone(2)
@@ -235,8 +236,7 @@ def test_a_batch_that_was_broken_off_is_finished_with_its_own_weights(tmp_path, 
         freeze(waiting)
 
         def interrupt():
-            while not note.exists():
-                time.sleep(0.001)
+            until(note.exists)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
@@ -247,9 +247,7 @@ def test_a_batch_that_was_broken_off_is_finished_with_its_own_weights(tmp_path, 
         before = c.policy_version
 
         def go_on():
-            until = time.monotonic() + 0.3  # nothing is to happen in this time
-            while c._backend.version == before and time.monotonic() < until:
-                time.sleep(0.001)
+            comes_true(lambda: c._backend.version != before, 0.3)  # nothing is to happen in this time
             os.kill(waiting, signal.SIGCONT)
 
         thread = threading.Thread(target=go_on)

@@ -28,6 +28,7 @@ from reap.errors import (
 from reap.modules import InferenceServer, ProcessInferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
 from tests.worlds.faults import freeze
+from tests.worlds.waiting import until
 
 
 class Scale(nn.Module):
@@ -107,8 +108,7 @@ def test_its_death_is_told_to_everybody():
 
         asker = threading.Thread(target=ask, args=(client,))
         asker.start()
-        while not server.stats()["clients"]:
-            time.sleep(0.002)
+        until(lambda server=server: server.stats()["clients"])
         os.kill(server._child.pid, signal.SIGKILL)
         asker.join(10)
         assert [type(error) for error in told] == [ServerGone]

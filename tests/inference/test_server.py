@@ -25,6 +25,8 @@ from reap.errors import ServerGone, SpecMismatch, UsageError, WorkerRaised, Wron
 from reap.inference.requests import Request, RequestQueue
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
+from tests.buffers.child_messages import hear
+from tests.worlds.waiting import until
 
 
 class Scale(nn.Module):
@@ -38,14 +40,6 @@ class Scale(nn.Module):
     def forward(self, observation):
         self.sizes.append(len(observation))
         return observation * self.weight
-
-
-def wait_until(true):
-    """Things that happen in other threads and processes, and tell nobody."""
-    deadline = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
 
 
 def row(*values):
@@ -193,7 +187,7 @@ def test_weights_change_between_batches_and_answers_name_the_version():
             source.weight.data.fill_(float(version))
             assert server.update_policy_weights_(source) == version
             if version % 5 == 0:
-                wait_until(lambda seen=seen, so_far=len(seen): len(seen) > so_far + 1)
+                until(lambda seen=seen, so_far=len(seen): len(seen) > so_far + 1)
         stop.set()
         asker.join(10)
     assert all(first == second == version for first, second, version in seen)
@@ -224,12 +218,7 @@ def ask_many(connection, fds, client, turns):
 
 
 def answers(child, count):
-    found = []
-    while len(found) < count:
-        found += [pickle.loads(data) for data in child.socket.receive()]
-        assert not child.gone(), "it ended early"
-        time.sleep(0.002)
-    return found
+    return [hear(child) for _ in range(count)]
 
 
 def test_processes_are_clients_too_and_one_that_dies_is_forgotten():
@@ -244,7 +233,7 @@ def test_processes_are_clients_too_and_one_that_dies_is_forgotten():
                 polite.socket.close()
                 endless.signal(signal.SIGKILL)
                 assert endless.gone(10)
-                wait_until(lambda: server.stats()["clients"] == 0)
+                until(lambda: server.stats()["clients"] == 0)
                 assert server.client()(row(4))["action"].tolist() == [8.0]  # nobody waits for the dead
             finally:
                 end([polite, endless], patience=1.0, deadline=5.0)
@@ -293,10 +282,10 @@ def test_shutting_down_answers_everybody_who_waits():
         threads[0].start()
         assert entered.wait(10)  # the first is being computed; the others come too late for its batch
         threads[1].start()
-        wait_until(lambda: len(server._queue._waiting) == 2)
+        until(lambda: len(server._queue._waiting) == 2)
         ender = threading.Thread(target=server.shutdown)
         ender.start()
-        wait_until(lambda: server._queue._closed is not None)
+        until(lambda: server._queue._closed is not None)
         leave.set()
         for thread in (ender, *threads):
             thread.join(10)
@@ -335,7 +324,7 @@ def test_a_policy_that_does_not_return_holds_nobody_for_ever(monkeypatch):
     asker.join(10)
     assert [type(one) for one in found] == [ServerGone, ServerGone]
     leave.set()
-    wait_until(lambda: all(t.name != "reap-inference" for t in threading.enumerate()))
+    until(lambda: all(t.name != "reap-inference" for t in threading.enumerate()))
     far.close()
 
 
@@ -348,7 +337,7 @@ def test_a_policy_that_ends_the_thread_leaves_nobody_waiting():
         client = server.client()
         with pytest.raises(WorkerRaised, match=r"raised SystemExit\(3\)"):
             client(row(1))
-        wait_until(lambda: not server.is_alive)
+        until(lambda: not server.is_alive)
         with pytest.raises(ServerGone, match="its thread has ended"):
             client(row(1))
 
@@ -433,7 +422,7 @@ def test_a_server_nobody_holds_ends():
         assert client(row(1))["action"].tolist() == [2.0], "somebody may still ask"
         del client
         gc.collect()
-        wait_until(lambda: all(t.name != "reap-inference" for t in threading.enumerate()))
+        until(lambda: all(t.name != "reap-inference" for t in threading.enumerate()))
 
 
 def lanes(first):

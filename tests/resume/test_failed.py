@@ -14,9 +14,10 @@ from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import WorkerDied, WorkerRaised, WrongState
 from reap.testing import CountingEnv, EchoPolicy
-from tests.worlds.background import KINDS, LENGTHS, MIX, buffer, check_rows, frame_numbers, make, until
+from tests.worlds.background import KINDS, LENGTHS, MIX, buffer, check_rows, frame_numbers, make
 from tests.worlds.faults import BOUND, pids, within
 from tests.worlds.resume import through_a_file
+from tests.worlds.waiting import until
 
 
 class Boom(CountingEnv):

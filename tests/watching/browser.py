@@ -10,7 +10,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
+
+from tests.worlds.waiting import until
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
@@ -75,12 +76,8 @@ class Browser:
         return found["result"].get("value")
 
     def wait_for(self, script, seconds=20):
-        """Until a script says something that is true."""
-        until = time.monotonic() + seconds
-        while not (found := self.ask(script)):
-            assert time.monotonic() < until, f"never came true: {script}"
-            time.sleep(0.05)
-        return found
+        """Wait until a script returns something true, and return that."""
+        return until(lambda: self.ask(script), seconds)
 
     def dark(self):
         feature = {"name": "prefers-color-scheme", "value": "dark"}

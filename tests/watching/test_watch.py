@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import stat
-import time
 import urllib.parse
 
 import pytest
@@ -19,6 +18,7 @@ from reap.errors import ReapError, UsageError, WrongArgument, WrongState
 from reap.testing import CountingEnv, EchoPolicy
 from reap.watching import registry
 from tests.watching.browser import CHROMIUM, Browser
+from tests.worlds.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +84,7 @@ def test_in_the_background():
     with running(MultiAsyncCollector, total_frames=400, replay_buffer=buffer) as collector:
         watch = collector.watch()
         collector.start()
-        until = time.monotonic() + 20
-        while watch.view()["frames"] < 400:
-            assert time.monotonic() < until
+        until(lambda: watch.view()["frames"] == 400)
         assert watch.view()["learner"] is None
 
 

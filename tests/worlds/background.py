@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 
@@ -94,10 +92,3 @@ def check_streams(rows, weight=1.0, whole=False):
             assert bool(rows["next", "done"][torch.from_numpy(seen[:, 0] == lane)][-1])
         counts[lane] = len(own)
     return counts
-
-
-def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)

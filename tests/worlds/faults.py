@@ -18,6 +18,7 @@ from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollecto
 from reap.envs import ParallelEnv
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv
 from reap.testing.faults import inject
+from tests.worlds.waiting import comes_true, until
 
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 # What is promised is two seconds and five. The rest is room for a machine that has something else to do: what these
@@ -42,9 +43,7 @@ class ClosesWhenLet(CountingEnv):
         self.folder = folder
 
     def close(self):
-        until = time.monotonic() + 3.0
-        while not (self.folder / "may").exists() and time.monotonic() < until:
-            time.sleep(0.01)
+        comes_true((self.folder / "may").exists, 3.0)
         (self.folder / "closed").touch()
 
 
@@ -73,8 +72,7 @@ class RaisesThen(CountingEnv):
     def step(self, action):
         self.left -= 1
         if not self.left:
-            while not self.note.exists():
-                time.sleep(0.01)
+            until(self.note.exists)
             inject("raise")
         return super().step(action)
 
@@ -96,16 +94,12 @@ def alive(pid):
 
 def all_gone(numbers, within):
     """Whether these processes end in time."""
-    deadline = time.monotonic() + within
-    while any(alive(pid) for pid in numbers) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(alive(pid) for pid in numbers)
+    return comes_true(lambda: not any(map(alive, numbers)), within)
 
 
 def wait_until_stopped(pid):
     """A signal is only on its way when `kill` returns: until it has come, the process still answers."""
-    while any(state(thread) != "T" for thread in Path(f"/proc/{pid}/task").iterdir()):
-        time.sleep(0.001)
+    until(lambda: all(state(thread) == "T" for thread in Path(f"/proc/{pid}/task").iterdir()))
 
 
 def state(process):
@@ -133,9 +127,8 @@ def within(seconds):
 
 def ran_ahead(collector, batches=2):
     """Wait until an asynchronous collector has so many batches that nobody has taken; one in step never has any."""
-    while not collector._sync and len(collector._backend.supervisor.arrived) < batches:
-        collector._backend.supervisor.poll_failures()
-        time.sleep(0.001)
+    supervisor = collector._backend.supervisor
+    until(lambda: collector._sync or supervisor.poll_failures() or len(supervisor.arrived) >= batches)
 
 
 def check_what_is_left_out(kind, **options):
