@@ -393,3 +393,14 @@ def test_a_buffer_that_was_emptied_has_a_state():
     other.extend(short(3))
     assert len(other[torch.zeros(0, dtype=torch.int64)]) == 0
     assert other[:]["step"].tolist() == [100, 101, 102]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_state_can_be_saved_and_loaded_any_number_of_times(kind):
+    """Positions stay small enough to count: each time they move on by a lap or two, and do not double."""
+    buffer = make(kind, short())
+    rows = buffer[:]
+    for _ in range(100):
+        buffer.load_state_dict(buffer.state_dict())
+    assert (buffer[:] == rows).all()
+    assert buffer.state_dict()["words"]["head"] < 1000 * buffer.storage.max_size

@@ -68,12 +68,16 @@ def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> 
     with ring.exclusive():  # active writers would write over the restored rows
         if lacking := sampler.state_dict().keys() - state["sampler"].keys():
             raise UsageError(f"this state belongs to another sampler: it has no {', '.join(sorted(lacking))}")
-        same = state["capacity"] == ring.capacity
-        state, grown = (state, 0) if same else _resized(state, sampler, ring.capacity)
+        # Positions only grow: the restored ones move on by whole laps, by as few as possible.
+        if state["capacity"] == ring.capacity:
+            lowest = max(state["words"]["base"], state["words"]["head"] - ring.capacity)
+            shift = max(ring.next_lap() - lowest // ring.capacity * ring.capacity, 0)
+        else:
+            state, oldest = _resized(state, sampler, ring.capacity)
+            shift = ring.next_lap() - oldest
         sampler.check_state(state["sampler"], state["words"]["head"])
         columns, marks = state["rows"], as_array(state["marks"])
         shapes = {k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()}
-        shift = ring.next_lap() - grown  # positions only grow: the restored ones move on by whole laps
         before = sampler.state_dict()
         try:  # first the steps that can fail: a user's sampler, other columns
             sampler.load_state_dict(state["sampler"], shift)
