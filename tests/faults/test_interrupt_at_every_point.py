@@ -11,7 +11,9 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,13 +22,16 @@ import torch
 
 from reap._system.conversation import Answer, ChildSilent, Conversation
 from reap._system.messages.framed import MessageSocket
+from reap.buffers.storage.ring import HEAD
 from reap.collectors import AsyncCollector, Collector, MultiSyncCollector
+from reap.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement, SamplesPerInsert
 from reap.envs import ParallelEnv
 from reap.envs.parallel.process_workers import ThreadedProcessWorkers
 from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
 from tests.faults.interrupt_points import Moment
 from tests.worlds.background import KINDS as IN_BACKGROUND
 from tests.worlds.background import buffer, check_end, make
+from tests.worlds.buffers import line
 from tests.worlds.faults import HERE, KINDS, LANES, all_gone, collect, healthy, pids, whole
 from tests.worlds.waiting import until
 
@@ -121,6 +126,46 @@ def test_the_background_goes_on(verb, kind, step):
     with collector.pause():
         check_end(memory)
     collector.async_shutdown()
+
+
+# ---- a buffer without a collector -----------------------------------------------------------------------------------
+
+
+def held_locks(fd):
+    """The bytes of a file that any process has locked."""
+    file = f":{os.fstat(fd).st_ino}"
+    return [line.split()[6] for line in Path("/proc/locks").read_text().splitlines() if line.split()[5].endswith(file)]
+
+
+BUFFER_VERBS = {
+    "extend": lambda buffer: buffer.extend(line(4)),
+    "sample": lambda buffer: buffer.sample(),
+    "empty": lambda buffer: buffer.empty(),
+    "read": lambda buffer: buffer[:2],
+    "load": lambda buffer: buffer.load_state_dict(buffer.state_dict()),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="the kernel does not list file locks")
+@pytest.mark.parametrize("verb", BUFFER_VERBS)
+def test_a_buffer_stays_open_to_others(verb):
+    """No lock stays taken, and no reserved rows stay unfinished, for which other writers would wait."""
+    limiter = SamplesPerInsert(1, tolerance=1e9)
+    sampler = SamplerWithoutReplacement()
+    memory = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler, batch_size=2, limiter=limiter)
+    ring = memory._memory.ring
+
+    def goes_on(_):
+        assert held_locks(ring.lock.fd) == []
+        assert not ring._entries[:, 1].any(), "rows are reserved for ever"
+        rows, last = memory.write_count, int(ring.words[HEAD])
+        thread = threading.Thread(target=memory.extend, args=(line(6),), daemon=True)
+        thread.start()  # of another thread, which the main one does not keep out
+        thread.join(10)
+        assert (memory.write_count, ring.window()[1]) == (rows + 6, last + 6)
+
+    goes_on(None)
+    moments(1, lambda: BUFFER_VERBS[verb](memory), goes_on)
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------

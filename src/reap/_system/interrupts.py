@@ -86,8 +86,11 @@ class Interrupts(Wakeup):
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold interrupts back within the block, until `let_in` or its end."""
+        if self._user_handler is not None or not _in_main_thread():
+            yield
+            return
         handler = signal.getsignal(signal.SIGINT)
-        if self._user_handler is not None or not callable(handler) or not _in_main_thread():
+        if not callable(handler):
             yield
             return
         try:

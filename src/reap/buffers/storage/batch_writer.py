@@ -65,17 +65,18 @@ class BatchWriter:
         count = len(marks)
         if not count:
             return np.zeros(0, np.int64)
-        first, entry = ring.reserve(count)
-        try:
-            self._marker.join(marks, identity, ended, first, first + count, (threading.get_ident(), os.getpid()))
-            skip = max(count - capacity, 0)  # of a batch longer than the ring, only the last rows are kept
-            ring.mark(first + skip, marks[skip:])
-            rows.write((first + skip) % capacity, {key: value[skip:] for key, value in values.items()})
-        except BaseException:
-            self._marker.forget()  # the next batch must not continue from rows that were not written
-            ring.abandon(entry)
-            raise
-        ring.commit(entry)
+        with ring.lock.interrupts.held():  # Ctrl-C must not come between a reservation and its end
+            first, entry = ring.reserve(count)
+            try:
+                self._marker.join(marks, identity, ended, first, first + count, (threading.get_ident(), os.getpid()))
+                skip = max(count - capacity, 0)  # of a batch longer than the ring, only the last rows are kept
+                ring.mark(first + skip, marks[skip:])
+                rows.write((first + skip) % capacity, {key: value[skip:] for key, value in values.items()})
+            except BaseException:
+                self._marker.forget()  # the next batch must not continue from rows that were not written
+                ring.abandon(entry)
+                raise
+            ring.commit(entry)
         index: Array = np.arange(first, first + count) % capacity
         return index
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from reap._system.forks import renew
+from reap._system.interrupts import Interrupts
+from reap._system.threads import CTRL_C
 from reap.errors import WorkerSilent
 
 _POLL = 0.0005  # seconds between polls: another process gives us no handle to wait on
@@ -45,6 +47,7 @@ class FileLock:
         self.fd, self._fds = fd, [fd]
         self._threads, self._depth = threading.RLock(), 0
         self._claimed: set[int] = set()
+        self.interrupts = Interrupts()  # held back while the lock is held, and while rows are written
         self.patience: float | None = None  # seconds this process waits for another one; None: without limit
         renew(self, _threads=threading.RLock, _depth=int, _claimed=set)  # a fork inherits our memory, not our locks
 
@@ -55,25 +58,28 @@ class FileLock:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock inside the block. A process that dies inside releases it."""
-        with self._threads:
-            if not self._depth:  # record locks do not nest: the first unlock would release them all
-                self._lock()
-            self._depth += 1
+        """Hold the lock inside the block, and Ctrl-C back until its end. A process that dies inside releases it."""
+        with self.interrupts.held():
+            while not self._threads.acquire(timeout=CTRL_C):
+                self.interrupts.let_in()
             try:
-                yield
+                if not self._depth:  # record locks do not nest: the first unlock would release them all
+                    self._lock()
+                self._depth += 1
+                try:
+                    yield
+                finally:
+                    self._depth -= 1
+                    if not self._depth:
+                        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, 0)
             finally:
-                self._depth -= 1
-                if not self._depth:
-                    fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, 0)
+                self._threads.release()
 
     def _lock(self) -> None:
-        if self.patience is None:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, 0)
-            return
         waiting = Waiting(self.patience)
         while not self._try():
             waiting.poll(None, self._describe_holder)
+            self.interrupts.let_in()
 
     def _try(self) -> bool:
         try:

@@ -82,6 +82,7 @@ class Ring:
         (start, end), (pid, worker) = self._entries[first].tolist(), self._writers[first].tolist()
         who = functools.partial(describe_process, pid, worker - 1 if worker else None)
         waiting.poll((first, start), lambda: f"{who()} has been writing {end - start} rows to the replay buffer")
+        self.lock.interrupts.let_in()
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
