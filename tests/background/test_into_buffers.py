@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from reap.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceS
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
 from tests.worlds.background import IN_STEP, KINDS, buffer, check_rows, check_streams, lanes, make
+from tests.worlds.faults import pids
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,6 +151,24 @@ def test_compact_rows(kind):
     assert ("next", "observation") not in rows.keys(True)
     assert ("next", "reward") in rows.keys(True)
     collector.shutdown()
+
+
+def test_a_replacement_has_the_hooks_it_was_made_with_and_those_set_later(tmp_path):
+    def before():
+        (tmp_path / f"before-{os.getpid()}").touch()
+
+    def after(batch):
+        (tmp_path / f"after-{os.getpid()}").touch()
+
+    with make("sync", buffer(), pre_collect_hook=before, on_failure="restart") as collector:
+        collector.next()
+        collector.set_post_collect_hook(after)
+        os.kill(pids(collector)[1], signal.SIGKILL)
+        while not collector.stats()["restarts"]:
+            collector.next()
+        collector.next()
+        assert (tmp_path / f"after-{pids(collector)[1]}").exists()
+        assert (tmp_path / f"before-{pids(collector)[1]}").exists()
 
 
 def test_hooks_run_where_rows_are_written():

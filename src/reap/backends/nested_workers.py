@@ -53,7 +53,7 @@ class NestedRemoteWorker(RemoteWorker):
 
     def __init__(self, job: Job, *transport: Any, nested: NestedWorkers) -> None:
         self._job, self._nested = job, nested
-        super().__init__(replace(job, hooks=None), *transport)  # the processes call the hooks
+        super().__init__(replace(job, hooks={}), *transport)  # the processes call the hooks
 
     def _build(self, plan: Plan, workers: int) -> None:
         self.worker = _Processes(self._job, self._nested)

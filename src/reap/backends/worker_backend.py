@@ -22,7 +22,7 @@ from reap.backends.supervisor import OnAnswer, Supervisor
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_activity import activity_of, stacks_of
 from reap.backends.worker_handle import WorkerHandle, is_resumable
-from reap.backends.worker_server import Hooks, Job, changed_hooks
+from reap.backends.worker_server import Job
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import as_moments, as_tensors, merged
 from reap.core.measuring.stats import Stats
@@ -248,10 +248,10 @@ class WorkerBackend(Backend):
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Set hooks of all workers, also of later ones, by name: `pre_collect_hook`, `post_collect_hook`."""
-        self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
-        hooks: Hooks = changed_hooks(self._job_fields.get("hooks"), new)
-        self._job_fields["hooks"] = hooks
-        self.supervisor.change_jobs(hooks=hooks)
+        packed = dumps(dict(new), " and ".join(new))
+        self._job_fields["hooks"] = {**self._job_fields.get("hooks", {}), **new}
+        self.supervisor.change_jobs(hooks=self._job_fields["hooks"])  # first: a worker may be replaced in the call
+        self.call("hooks", self.supervisor.everyone(packed))
 
     # ---- weights --------------------------------------------------------------------------------------------------
 

@@ -34,12 +34,6 @@ from reap.weights.strategy import Extracted
 Hooks = tuple[Callable[[], Any] | None, Callable[[Any], Any] | None]  # called before each rollout, and with each batch
 
 
-def changed_hooks(hooks: Hooks | None, new: Mapping[str, Any]) -> Hooks:
-    """Return `hooks` with the entries named in `new` replaced."""
-    before, after = hooks or (None, None)
-    return new.get("pre_collect_hook", before), new.get("post_collect_hook", after)
-
-
 class RowWriter(Protocol):
     """Writes full slots to their destination, in the worker itself."""
 
@@ -72,7 +66,8 @@ class Job:
     entropy: int  # seeds its random generators, unless the collector is seeded
     threads: int
     init: Callable[[], Any] | None = None
-    hooks: Hooks | None = None  # None: no hooks; a writer then keeps the hooks it was made with
+    # `pre_collect_hook` and `post_collect_hook`; those not in it are the writer's own, or there are none.
+    hooks: Mapping[str, Any] = field(default_factory=dict)
     strategy: Any = None  # a user's own strategy, which applies weights
     # Makes the writer of its rollouts. Called in the worker: with descriptors and the worker's number where memory is
     # shared, without arguments elsewhere.
@@ -144,17 +139,23 @@ class WorkerServer:
         self._saves = job.saves
         self._clock, self._in_rollouts = WorkClock(), 0.0
         self._build(plan, job.workers)
-        self._hooks: Hooks = job.hooks or (None, None)
+        self._hooks: Hooks = None, None
         if writer is not None:
             self.writer = writer()
-            if job.hooks is not None:
-                self.writer.before, self.writer.hook = job.hooks
+        self._change_hooks(job.hooks)
         self.doing = "waiting"
 
     @property
     def hooks(self) -> Hooks:
         """The hooks it calls before each rollout, and with each batch."""
         return self._hooks if self.writer is None else (self.writer.before, self.writer.hook)
+
+    def _change_hooks(self, new: Mapping[str, Any]) -> None:
+        """Replace the hooks named in `new`."""
+        before, after = self.hooks
+        self._hooks = new.get("pre_collect_hook", before), new.get("post_collect_hook", after)
+        if self.writer is not None:
+            self.writer.before, self.writer.hook = self._hooks
 
     def _build(self, plan: Plan, workers: int) -> None:
         caught: list[warnings.WarningMessage] = []
@@ -347,9 +348,7 @@ class WorkerServer:
 
     def do_hooks(self, packed: bytes) -> None:
         """Replace hooks, given as a pickled mapping of those that change."""
-        self._hooks = changed_hooks(self.hooks, cloudpickle.loads(packed))
-        if self.writer is not None:
-            self.writer.before, self.writer.hook = self._hooks
+        self._change_hooks(cloudpickle.loads(packed))
 
     def do_weights(self) -> dict[str, Any]:
         """Return the current weights, by name."""

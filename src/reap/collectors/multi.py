@@ -181,6 +181,7 @@ class MultiCollector(BaseCollector):
 
     def _backend_options(self, settings: Options) -> dict[str, Any]:
         """Return the arguments of `WorkerBackend` that are the same wherever the workers live."""
+        hooks = {name: getattr(settings, name) for name in ("pre_collect_hook", "post_collect_hook")}
         return {
             "source": self._weights_source,
             "scheme": settings.weight_transport,
@@ -190,7 +191,7 @@ class MultiCollector(BaseCollector):
             "strategy": self._strategy,
             "threads": settings.num_sub_threads,
             "init": settings.init_fn,
-            "hooks": (settings.pre_collect_hook, settings.post_collect_hook) if settings.hooks_in_workers else None,
+            "hooks": hooks if settings.hooks_in_workers else {},
         }
 
     @property
