@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -93,6 +94,15 @@ def test_a_replacement_whose_launch_is_broken_off_or_fails_is_launched_again(err
         c.next()
         assert c.stats()["restarts"] == restarts
         assert c.stats()["workers_alive"] == 2
+
+
+def test_one_that_is_replaced_while_all_start_is_logged_as_ready_once(tmp_path, caplog):
+    (tmp_path / "note").touch()
+    with caplog.at_level(logging.INFO, "reap.workers"):
+        makers = [healthy(), lambda: BuildsOnlyWithout(tmp_path, "exit")]
+        with collect(MultiSyncCollector, makers, on_failure="restart") as c:
+            assert c.stats()["restarts"] == 1
+    assert sum("is ready" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_a_mistake_in_a_replacement_is_raised_at_once(tmp_path):

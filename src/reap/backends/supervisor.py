@@ -350,11 +350,12 @@ class Supervisor:
 
     def _finish_joining(self, worker: WorkerHandle) -> None:
         """Give a restarted worker that is up to date now its pending work, and report the restart."""
-        if worker.pending_call == UNREQUESTED:  # a caller waits for its `WorkerInfo`
+        if worker.pending_call == UNREQUESTED:  # `start` waits for its `WorkerInfo`
             worker.answered(worker.info)
+        else:
+            self._started(worker)
         worker.failed_starts = 0
         worker.resend_pending()
-        self._started(worker)
         if self.on_restarted is not None:
             self.on_restarted(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
