@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -121,6 +122,23 @@ def test_in_step():
         closed_says_so(c)
         assert all_gone(workers, within=0.1)
         del c, batch
+
+
+@pytest.mark.slow
+def test_in_the_background_an_actor_is_added_between_two_batches():
+    """With all that follows: no batch is arranged for the lanes there were before."""
+    memory = ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=8)
+    c = collect([healthy()], sync=True, replay_buffer=memory)
+    learn, threads = c._learn_sizes, []
+    c._learn_sizes = lambda: (threads.append(threading.current_thread().name), learn())
+    c.start()
+    c.add_collectors([healthy(1)])
+    count = memory.write_count
+    while memory.write_count < count + 64:
+        memory.sample()
+    c.shutdown()
+    assert threads == ["reap-collector"]
+    del c._learn_sizes, learn, c
 
 
 @pytest.mark.parametrize("sync", [False, pytest.param(True, marks=pytest.mark.slow)])

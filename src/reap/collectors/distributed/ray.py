@@ -172,13 +172,17 @@ class RayCollector(MultiCollector):
         plans = self._plans([own] * len(makers), makers, self._policy, [size] * len(makers))
         resources = _resources(remote_configs or self._placement.given["remote_configs"], plans, extend=True)
         self._ray.expect(resources)
-        self._ask(lambda: self._backend.add(plans))
-        self.num_workers += len(makers)
-        self.create_env_fn = [*self.create_env_fn, *makers]
-        if self._sync:
-            frames = sum(worker.size for worker in self._backend.workers)
-            self.options = dataclasses.replace(own, frames_per_batch=frames)
-        self._learn_sizes()
+
+        def add() -> None:  # all of it between two batches: the next one holds the new lanes
+            self._backend.add(plans)
+            self.num_workers += len(makers)
+            self.create_env_fn = [*self.create_env_fn, *makers]
+            if self._sync:
+                frames = sum(worker.size for worker in self._backend.workers)
+                self.options = dataclasses.replace(own, frames_per_batch=frames)
+            self._learn_sizes()
+
+        self._ask(add)
 
     def stop_remote_collectors(self) -> None:
         """End all actors, and close the collector."""
