@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -125,12 +126,21 @@ def test_a_group_for_weights_that_cannot_be_joined():
 
 
 def test_who_has_died_is_looked_for_in_a_second_however_many_live():
-    living = SimpleNamespace(gone=lambda timeout: threading.Event().wait(timeout))
+    """And named at once, if it is known."""
+    pipes = [os.pipe() for _ in range(4)]
+    living = [SimpleNamespace(gone=lambda: False, sentinel=sentinel) for sentinel, _ in pipes]
+    gone = SimpleNamespace(gone=lambda: True, sentinel=pipes[3][0], death=lambda: WorkerDied("was killed"))
     transport = GlooTransport(nodes=NodeSettings("join"))
-    transport._workers = [SimpleNamespace(index=index) for index in range(4)]
-    transport._children = dict.fromkeys(range(4), living)
+    transport._workers = [SimpleNamespace(index=index, child=gone, name="3") for index in range(4)]
+    transport._children = dict(enumerate(living))
     with within(2.0):
         assert "no route" in str(transport._send_failure(RuntimeError("no route")))
+    transport._children[3] = gone
+    os.close(pipes[3][1])  # its end
+    with within(0.9):
+        assert "was killed" in str(transport._send_failure(RuntimeError("no route")))
+    for fd in (fd for pipe in pipes for fd in pipe if fd != pipes[3][1]):
+        os.close(fd)
 
 
 def test_weights_that_were_not_sent_are_not_waited_for():
@@ -462,6 +472,10 @@ def test_wrong_arguments():
     for wrong, words in (
         ({"tensorpipe_options": {"foo": 1}}, "tensorpipe_options.*foo"),
         ({"tensorpipe_options": {"num_worker_threads": 1}}, "num_worker_threads must be at least 2, got 1"),
+        (
+            {"tensorpipe_options": {"rpc_timeout": np.float32(60)}, "launcher": "join", "secret_file": "x"},
+            "tensorpipe_options.*only numbers, text, lists and mappings",
+        ),
         ({"visible_devices": ["foo"]}, "visible_devices.*'foo'"),
         ({"visible_devices": 3}, "visible_devices.*3"),
     ):

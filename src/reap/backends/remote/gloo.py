@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.connection
 import pickle
 import secrets
 import threading
@@ -63,6 +64,7 @@ from reap.core.slot import Slot
 from reap.errors import WorkerDied
 
 _MAX_IN_FLIGHT = 2  # broadcasts of weights that may be in flight at a time
+_NOTICED_WITHIN = 1.0  # seconds after a broken connection in which the end of its worker is noticed
 _POLL = 0.001  # seconds between two polls of a broadcast: gloo has no event to wait on together with others
 
 
@@ -285,9 +287,9 @@ class GlooTransport(LaunchedTransport):
         return self._spare.pop() if self._spare else None
 
     def _send_failure(self, error: Exception) -> WorkerDied:
-        until = time.monotonic() + 1.0
+        multiprocessing.connection.wait([child.sentinel for child in self._children.values()], _NOTICED_WITHIN)
         for worker in self._workers:
-            if self._children[worker.index].gone(max(0.0, until - time.monotonic())):
+            if self._children[worker.index].gone():
                 return worker.child.death().at(worker=worker.name)
         return WorkerDied(f"weights could not be sent: {error}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,13 @@ class _TensorPipePlacement(RemotePlacement):
         check_backend_name(self.given["backend"])
         _check_devices(self.given["visible_devices"])
         nodes, one_by_one = node_settings(self.given), options.on_failure != "raise"
+        if nodes.launcher != "mp":
+            try:
+                json.dumps(dict(agent))
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"tensorpipe_options: only numbers, text, lists and mappings can be sent to nodes: {error}"
+                ) from error
         return TensorPipeTransport(agent=agent, nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
