@@ -138,7 +138,7 @@ def test_in_the_background_an_actor_is_added_between_two_batches():
         memory.sample()
     c.shutdown()
     assert threads == ["reap-collector"]
-    del c._learn_sizes, learn, c
+    del c._learn_sizes
 
 
 @pytest.mark.parametrize("sync", [False, pytest.param(True, marks=pytest.mark.slow)])
