@@ -80,7 +80,7 @@ class EnvBase:
         return (key[0] if len(key) == 1 else key), leaf
 
     def __repr__(self) -> str:
-        leaves = {"observation": self.observation_spec, "action": self.lanes_env.spec.action}
+        leaves: dict[str, Any] = {"observation": self.observation_spec, "action": self.lanes_env.spec.action}
         text = "; ".join(
             f"{what} {', '.join(f'{show(as_key(k))} {v}' for k, v in of.items())}" for what, of in leaves.items()
         )

@@ -190,7 +190,8 @@ class AsyncEnvPool(EnvBase):
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all envs, reset those that ended, and return the step and the TensorDict to start the next step from."""
         stepped = self.step(tensordict)
-        root = stepped["next"].exclude(*self._lane_workers.spec.reward).set("env_index", torch.arange(self.num_envs))
+        root: Any = stepped["next"].exclude(*self._lane_workers.spec.reward)
+        root.set("env_index", torch.arange(self.num_envs))
         over = root["done"].reshape(-1)
         if count := int(over.sum()):
             self.async_reset_send(root[over])
