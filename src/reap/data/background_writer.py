@@ -12,6 +12,7 @@ writer that is dropped without `finish`, by the program or when Python ends, wri
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -47,12 +48,16 @@ class BackgroundWriter:
     def __init__(self, writer: DatasetWriter, path: Path) -> None:
         self._path, self._work = path, _Shared()
         self._error: RecordingFailed | None = None
-        # At exit Python joins all non-daemon threads, and then calls finalizers: the finalizer below ends this daemon.
+        # At exit Python joins all non-daemon threads first; what ends this daemon is called after that.
         self._thread = threading.Thread(
             target=_write_all, args=(self._work, writer), name=f"reap-recording-{path.name}", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _end_thread, self._work, self._thread, os.getpid())
+        self._end = weakref.finalize(self, _end_thread, self._work, self._thread, os.getpid())
+        # Python calls what was registered last first. The thread must have ended before h5py frees its converters,
+        # which it registered at its import; all `weakref.finalize` together would be called after that.
+        self._end.atexit = False
+        atexit.register(self._end)
 
     @property
     def lengths(self) -> list[int]:
@@ -83,6 +88,7 @@ class BackgroundWriter:
             # Not by `join`: Python 3.11 treats a thread as ended after Ctrl-C interrupted a `join`.
             self._work.changed.wait_for(lambda: self._work.ended)
         self._thread.join()
+        atexit.unregister(self._end)
         self._raise_failure()
 
     def _raise_failure(self) -> None:
