@@ -156,7 +156,7 @@ class BatchPipeline:
         while self.taken:
             part = self.taken[0]
             done = part.batch
-            if not part.finished:
+            if not part.finished and (split is not None or postproc is not None):
                 done = post_processed(done, split=split, postproc=postproc, hook=None)
             if hook is not None or self.listeners.all:
                 # Kept first: after Ctrl-C in the hook, a postproc that changes the batch in place must not run again.
