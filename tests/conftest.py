@@ -99,8 +99,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _nothing_stays_behind(request: pytest.FixtureRequest):
     """Whatever reap starts or opens in a test has ended with it; fixtures of a wider scope are older than this one."""
     guard = no_leaks(libraries=False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     guard.__enter__()
     yield
+    for number, usual in handlers.items():
+        left = signal.signal(number, usual)  # TorchRL's storages in files install one, which goes with the first Ctrl-C
+        assert not str(getattr(left, "__module__", "")).startswith("reap"), f"left behind: a handler of {number!r}"
     graded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     torch.set_grad_enabled(True)  # the tests after this one are not to blame
     assert graded, "left behind: gradients are off in this thread"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from reap.core.capture import source
+from reap._foreign import torch_internals
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured
 from reap.core.capture.replay import Captured
@@ -470,7 +470,7 @@ def test_without_torchs_guard_there_is_no_inference_mode(monkeypatch):
     torch.manual_seed(0)
     model, x = ActorCritic(), torch.randn(8, 4)
     assert captured(model).run(x)[0].is_inference()
-    monkeypatch.setattr(source, "INFERENCE_GUARD", None)
+    monkeypatch.setattr(torch_internals, "INFERENCE_GUARD", None)
     replay = captured(model)
     torch.manual_seed(1)
     wanted = outputs(model)(x)
