@@ -148,7 +148,16 @@ def test_the_map_names_what_is_there():
 # module alone knows.
 NOT_FOREIGN = {
     *("_exit", "_getframe", "_current_frames", "_fields", "_replace", "_asdict"),
-    *("_resource_tracker", "_fd", "_pid", "_semlock", "_is_fork_ctx", "_extra_reducers", "_finalizer_registry"),
+    *(
+        "_resource_tracker",
+        "_fd",
+        "_pid",
+        "_semlock",
+        "_is_mine",
+        "_is_fork_ctx",
+        "_extra_reducers",
+        "_finalizer_registry",
+    ),
     *("_run_finalizers", "_args_from_interpreter_flags"),
     *("_step", "_reset"),  # whoever writes an env for TorchRL writes these
     "_C",  # torch without it is no torch; what is taken from it is looked for by its own name

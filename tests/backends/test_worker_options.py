@@ -71,3 +71,14 @@ def test_workers_warn_of_a_policy_once_and_here(capfd):
         ).shutdown()
     assert len([one for one in said if SAID in str(one.message)]) == 1
     assert SAID not in capfd.readouterr().err
+
+
+def test_each_worker_may_have_a_storing_device_of_its_own():
+    options = {"frames_per_batch": 8, "total_frames": 32, "storing_device": ["cpu", None]}
+    lanes = [lambda: CountingEnv((50,), 0), lambda: CountingEnv((50,), 1)]
+    with MultiAsyncCollector(lanes, EchoPolicy(), **options) as c:
+        found = {int(batch["observation"][0, 0]): batch.device for batch in c}
+    assert found.keys() <= {0, 1}
+    assert all(device == (None if lane else torch.device("cpu")) for lane, device in found.items())
+    with MultiSyncCollector([CountingEnv] * 2, EchoPolicy(), **options) as c:
+        assert c.next().device == torch.device("cpu")  # where several devices are joined

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from reap.collectors import Collector
-from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
+from reap.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerDied, WorkerRaised, WrongArgument, WrongState
 from reap.testing import CountingEnv
 from tests.worlds.background import KINDS, buffer, check_rows, make
@@ -189,3 +189,15 @@ def test_a_buffer_whose_collector_is_gone_waits_for_nobody():
     with within(BOUND / 2):
         for _ in range(10):  # more than the ratio allows: there is nobody to be in proportion to
             memory.sample()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_that_drops_its_rest_waits_for_a_whole_batch(kind):
+    memory = ReplayBuffer(
+        storage=LazyTensorStorage(1000), sampler=SamplerWithoutReplacement(drop_last=True), batch_size=256
+    )
+    with make(kind, memory, total_frames=300) as collector, within(BOUND):
+        collector.start()
+        assert len(memory.sample()) == 256
+    with pytest.raises(Starved, match="do not make a batch"):
+        memory.sample(1000)

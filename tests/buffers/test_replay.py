@@ -586,3 +586,28 @@ def test_a_state_that_does_not_fit_loses_nothing(tmp_path):
         with pytest.raises(UsageError):
             memory.load_state_dict(wrong.state_dict())
         assert sorted(memory[:]["number"].tolist()) == list(range(20))
+
+
+def test_rows_by_number_are_not_read_while_a_sample_is_drawn():
+    """Both read the index of episodes, which brings itself up to date."""
+    drawing, go_on = threading.Event(), threading.Event()
+
+    class Slow(RandomSampler):
+        def draw(self, *args):
+            drawing.set()
+            assert go_on.wait(60)
+            return super().draw(*args)
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=Slow(), batch_size=4)
+    buffer.extend(TensorDict({"x": torch.arange(10)}, [10]))
+    got: list[int] = []
+    threads = [threading.Thread(target=buffer.sample), threading.Thread(target=lambda: got.append(int(buffer[3]["x"])))]
+    threads[0].start()
+    assert drawing.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert got == []
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert got == [3]

@@ -526,3 +526,15 @@ def test_record_episode_statistics_of_vector_envs(mode, inside):
     assert told["l"] == sorted(one["length"] for one in episodes)
     assert told["r"] == sorted(one["return"] for one in episodes)
     assert len(episodes) > 3
+
+
+def test_an_env_that_cannot_be_closed_leaves_none_open():
+    class Stuck(CountingEnv):
+        def close(self):
+            raise OSError("stuck")
+
+    envs = [Stuck(), CountingEnv()]
+    collector = Collector(SerialEnv(2, [lambda: envs[0], lambda: envs[1]]), EchoPolicy(), frames_per_batch=4)
+    with pytest.raises(OSError, match="stuck"):
+        collector.shutdown()
+    assert envs[1].closed

@@ -335,3 +335,10 @@ def test_lanes_are_not_joined_and_the_way_is_told():
         SerialEnv(3, lambda: TorchEnv(TorchPendulum(2)))
     with pytest.raises(UsageError, match="one kind, got GymEnv, PettingZooEnv$"):
         SerialEnv(2, [lambda: GymEnv("CartPole-v1"), lambda: PettingZooEnv(Town(PLAN))])
+
+
+def test_the_next_root_has_no_reward():
+    env = PettingZooEnv(Town(PLAN))
+    stepped, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
+    assert ("agents", "reward") in stepped["next"].keys(True)
+    assert ("agents", "reward") not in root.keys(True)

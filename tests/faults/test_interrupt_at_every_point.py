@@ -344,3 +344,21 @@ def test_a_shutdown_that_was_broken_off_is_finished_by_the_next(kind, step):
 
         moments(step, shut_down, ended)
         streams.pop().collector.shutdown()
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=ALL)])
+def test_locks_of_shared_statistics_are_not_kept(step):
+    """TorchRL's VecNorm has a lock, which several processes may share: one that is kept stops them all."""
+    envs = pytest.importorskip("torchrl.envs")
+    normalize = envs.VecNormV2(in_keys=["observation"])
+    lanes = envs.SerialEnv(2, lambda: envs.GymEnv("CartPole-v1"))
+    collector = Collector(envs.TransformedEnv(lanes, normalize), frames_per_batch=20)
+    for _ in range(3):
+        collector.next()
+
+    def goes_on(_):
+        assert normalize.lock.acquire(block=False)
+        normalize.lock.release()
+
+    moments(step, collector.next, goes_on)
+    collector.shutdown()

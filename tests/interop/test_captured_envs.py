@@ -595,3 +595,9 @@ def test_another_collector_goes_on_with_what_lanes_began_with():
             assert torch.equal(wanted[key], got[key]), key
     first.shutdown()
     second.shutdown()
+
+
+def test_no_more_sets_of_lanes_are_counted_than_are_recorded(monkeypatch):
+    monkeypatch.setattr("reap.envs.torchrl.captured._PATTERNS", 1)
+    lanes = assert_the_same(lambda: FORMS["inside"](CHAINS["StepCounter"]), frames=300)
+    assert len(lanes._resets) == 1

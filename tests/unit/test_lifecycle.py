@@ -116,7 +116,7 @@ def test_a_collector_that_failed_stays_so_when_it_is_closed_again(monkeypatch):
     assert c.state_dict()["frames"] == 4
 
 
-@pytest.mark.parametrize("into", ["consumer", "buffer"])
+@pytest.mark.parametrize("into", ["consumer", "buffer", "buffer that is written"])
 def test_an_interrupt_in_a_hook_does_not_post_process_twice(into):
     """What `postproc` changes in place it changes once: the finished batch is kept until it is delivered."""
     buffer = None if into == "consumer" else ReplayBuffer(storage=LazyTensorStorage(100))
@@ -133,10 +133,26 @@ def test_an_interrupt_in_a_hook_does_not_post_process_twice(into):
 
     c = Collector(CountingEnv((5,)), EchoPolicy(), frames_per_batch=4, postproc=ten_times, replay_buffer=buffer)
     plain = Collector(CountingEnv((5,)), EchoPolicy(), frames_per_batch=4).next()["next", "reward"]
-    c.post_collect_hook = hook
+    if into == "buffer that is written":
+        sink, write = c._pipeline.sink, c._pipeline.sink.write
+        sink.write = lambda batch, worker: hook(batch) or write(batch, worker)
+    else:
+        c.post_collect_hook = hook
     with pytest.raises(KeyboardInterrupt):
         c.next()
     batch = c.next()
     rewards = batch["next", "reward"] if buffer is None else buffer[:]["next", "reward"]
     assert torch.equal(rewards.reshape(-1), 10 * plain.reshape(-1))
+    c.shutdown()
+
+
+def test_listeners_see_the_batch_after_a_loaded_state():
+    seen = []
+    c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=4)
+    c._listeners.add(seen.append)
+    state = c.state_dict()
+    first = c.next()
+    c.load_state_dict(state)
+    second = c.next()
+    assert [id(batch) for batch in seen] == [id(first), id(second)]
     c.shutdown()

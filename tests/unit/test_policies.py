@@ -608,3 +608,17 @@ def test_a_plain_function_is_called_once_before_the_first_frame():
         assert len(calls) == 1
         collector.next()
         assert len(calls) == 5
+
+
+def test_a_policy_that_reads_other_keys_than_it_did_is_refused():
+    """Its inputs are cut from rows once: the column it read before would be taken for the one it asks for."""
+    env = GymEnv(CountingEnv((50,)), info_keys={"goal": gym.spaces.Box(-1, 1, (3,))})
+    policy = TensorDictSequential(
+        TensorDictModule(nn.Linear(3, 3), ["observation"], ["hidden"]),
+        TensorDictModule(nn.Linear(3, 1), ["hidden"], ["action"]),
+    )
+    c = Collector(env, policy, frames_per_batch=4)
+    c.next()
+    policy.module[0] = TensorDictModule(nn.Linear(3, 3), ["goal"], ["hidden"])
+    with pytest.raises(SpecMismatch, match="reads 'goal' now; it read 'observation' when the collector was made"):
+        c.next()

@@ -112,7 +112,7 @@ class ReplayBuffer:
         )
         self._writer = BatchWriter(self._memory, self._cuts, self._reader.check_names)
         self._set_transforms(transforms)
-        self._sampler_lock = threading.RLock()  # guards the state of the sampler; rows need no lock
+        self._sampler_lock = threading.RLock()  # guards the sampler and the index of episodes; rows need no lock
         self._ahead, self._round_ended = prefetch, False
         self._prefetcher: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
         renew(self, _sampler_lock=threading.RLock, _prefetcher=lambda: None)  # a fork has the rows, but not our threads
@@ -214,7 +214,8 @@ class ReplayBuffer:
             raise WrongState("the buffer is empty: there is no row to look at")
         if isinstance(index, Tensor):
             index = _array(index, "index")
-        sample, chosen = self._reader.at(index)
+        with self._sampler_lock:
+            sample, chosen = self._reader.at(index)
         sample = self._transforms(sample)
         if np.ndim(chosen) == 0:
             return sample[0]

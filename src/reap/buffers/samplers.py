@@ -134,10 +134,10 @@ class SamplerWithoutReplacement(Sampler):
         left = self._left[self._left >= low]
         if len(left) < (count if self.drop_last else 1):
             left = _without_holes(memory, low, high)
+            if self.drop_last and len(left) < count:  # first: a draw that is tried again draws the same
+                raise Starved(f"{len(left)} rows do not make a batch of {count}, and drop_last=True")
             if self.shuffle:
                 left = left[torch.randperm(len(left), generator=generator).numpy()]
-            if self.drop_last and len(left) < count:
-                raise WrongState(f"{len(left)} rows do not make a batch of {count}, and drop_last=True")
         self._left = left[count:]
         self.ran_out = len(self._left) < (count if self.drop_last else 1)
         return left[:count], {}

@@ -118,6 +118,10 @@ class MultiCollector(BaseCollector):
         self._lag_limit = _lag_limit(settings)
         self._workers_write = self._placement.workers_write(workers[0].replay_buffer)
         self._prepare(workers[0], update_interval=self._placement.update_interval)
+        storing = [worker.devices[1] for worker in workers]
+        if len({*storing}) > 1:  # what lies on several devices is joined on the CPU, as in TorchRL
+            everywhere = [torch.device("cpu")] * count if self._sync else storing
+            self._pipeline.storing_by_worker = dict(enumerate(everywhere))
         self._policy, self._strategy = policy, settings.strategy()
         self._worker_hooks: dict[str, Any] = {}  # the hooks that workers call
         if self._workers_write or settings.hooks_in_workers:

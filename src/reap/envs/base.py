@@ -159,7 +159,7 @@ class EnvBase:
         The second holds each lane's successor, or its reset observation where the episode ended.
         """
         stepped = self.step(tensordict)
-        root = stepped["next"].exclude("reward")
+        root = stepped["next"].exclude(*self.lanes_env.spec.reward)
         done = root["done"].reshape(-1)
         if bool(done.any()):
             lanes = done.nonzero().reshape(-1).tolist()

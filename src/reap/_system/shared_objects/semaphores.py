@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from multiprocessing import reduction, synchronize
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,14 @@ def reduce_semaphore(lock: synchronize.SemLock) -> Any:
         fd = reduction.DupFd(_page_of(lock).number)
         return _semaphore_on_page, (type(lock), fd, inner.kind, inner.maxvalue)
     return _named_semaphore, (type(lock), inner.kind, inner.maxvalue, inner.name)
+
+
+def release_held(locks: Iterable[Any]) -> None:
+    """Release those of these locks that this thread holds."""
+    for lock in locks:
+        inner = getattr(lock, "_semlock", None)  # of `multiprocessing`
+        if lock.locked() if inner is None else inner._is_mine():
+            lock.release()
 
 
 def _named_semaphore(kind: Any, *state: Any) -> Any:

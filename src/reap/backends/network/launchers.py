@@ -118,7 +118,7 @@ class NodePool:
         for i, job in enumerate(jobs):  # a node may have left after it was counted
             left = max(0.0, until - time.monotonic())
             node_processes.append(registry.start(i, transport, job, more[i], on_end, left))
-        if not spares:
+        if not spares and not registry.wanted:
             registry.dismiss_rest()
         return node_processes
 

@@ -135,7 +135,7 @@ class GlooParentConnection(ParentConnection):
                     self._send(np.frombuffer(more, np.uint8).copy())
                 self._messages_sent += 1
                 done()
-        except ConnectionError:
+        except (ConnectionError, RuntimeError):
             pass  # the collector is gone: there will be no next order
 
     def _send(self, array: np.ndarray[Any, Any]) -> None:

@@ -176,10 +176,15 @@ class RPCConnection(MessageConnection):
         self._wakeup.wake()
         self.after.start()
 
+    def join_introducer(self) -> None:
+        """Wait until the thread that introduces the worker has ended, as it does when the worker's process has."""
+        if self._introducer.ident is not None:
+            self._introducer.join(DEADLINE)
+
     def join_threads(self) -> None:
-        for thread in (self._introducer, self.after):
-            if thread.ident is not None:
-                thread.join(DEADLINE)
+        self.join_introducer()
+        if self.after.ident is not None:
+            self.after.join(DEADLINE)
         self._members.forget(self.agent)
 
     def receive(self) -> tuple[list[Any], bool]:
@@ -300,6 +305,8 @@ class TensorPipeTransport(LaunchedTransport):
             if self._joined and not connection.child.gone():
                 connection.send(None)
         end_children(self._children.values(), patience=GOODBYE, deadline=DEADLINE)
+        for connection in connections:
+            connection.join_introducer()  # it uses what is closed next
         if self._joined:
             rpc.shutdown(graceful=False)
         for connection in connections:

@@ -40,6 +40,7 @@ class BatchPipeline:
         self.whole = WholeTrajectories() if whole else None
         self._options, self.sink = options, sink
         self._total, self._random, self._storing = options.total, options.random_frames, options.devices[1]
+        self.storing_by_worker: dict[int, torch.device | None] = {}  # where it is not the same for all workers
         self._copies = LaneMajorCopies()
         # With return_same_td: the batch of views on the slot, and the object that is delivered every time.
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None
@@ -62,6 +63,7 @@ class BatchPipeline:
     def drop_taken(self) -> None:
         """Drop a batch that was taken but not delivered, because Ctrl-C came in between."""
         self.taken, self.ready = [], None
+        self.listeners.forget()
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +135,7 @@ class BatchPipeline:
                 batch.set_non_tensor(FINAL, rollout.finals)
         else:
             batch = self._same[0]
-        storing = self._storing
+        storing = self.storing_by_worker.get(rollout.worker, self._storing)
         if self._same is None:
             delivered = batch if storing is None else batch.to(storing)
             if self._options.return_same_td:
@@ -158,8 +160,8 @@ class BatchPipeline:
             done = part.batch
             if not part.finished and (split is not None or postproc is not None):
                 done = post_processed(done, split=split, postproc=postproc, hook=None)
-            if hook is not None or self.listeners.all:
-                # Kept first: after Ctrl-C in the hook, a postproc that changes the batch in place must not run again.
+            if hook is not None or self.listeners.all or self.sink is not None:
+                # Kept first: after Ctrl-C in hook or sink, a postproc that changes the batch must not run again.
                 self.taken[0] = Part(done, part.worker, finished=True)
                 if hook is not None:
                     hook(done)

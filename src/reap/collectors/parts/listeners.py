@@ -29,6 +29,10 @@ class Listeners:
         """Stop calling this listener."""
         self.all = [one for one in self.all if one != listener]
 
+    def forget(self) -> None:
+        """Show the next batch whatever its number: numbers may repeat."""
+        self._shown = None
+
     def show(self, batch: TensorDictBase, number: tuple[int, int]) -> None:
         """Call all listeners with this batch, unless they have seen the one with this `number`."""
         if number != self._shown:

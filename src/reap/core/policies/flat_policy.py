@@ -34,6 +34,9 @@ class FlatPolicy(SubstitutePolicy):
     def begin(self, slot: Slot) -> None:
         before = self._flat
         self._flat = self._program.bind() and self._program.outputs == list(self.outputs)
+        if self._flat and self._program.inputs != list(self.inputs):
+            now, then = (", ".join(map(show, keys)) for keys in (self._program.inputs, self.inputs))
+            raise SpecMismatch(f"the policy reads {now} now; it read {then} when the collector was made: make another")
         if before and not self._flat:
             self._plain.adopt(self.inputs, self.outputs)
         keys = list(self.outputs)

@@ -268,8 +268,9 @@ class GymLanes(Env):
             )
 
     def close(self) -> None:
-        for env in self.envs:
-            env.close()
+        with contextlib.ExitStack() as stack:  # closes all, also if one of them raises
+            for env in reversed(self.envs):
+                stack.callback(env.close)
 
 
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):

@@ -31,6 +31,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap._foreign import torchrl_internals
+from reap._system.shared_objects.semaphores import release_held
 from reap.core.capture.generator_state import position, probe_generator, restore_generator
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
@@ -247,8 +248,8 @@ class Base:
         finally:
             if ended:
                 self._flagged.add(row)
-            for lock in self.locks:
-                lock.acquire()
+        for lock in self.locks:
+            lock.acquire()
         return tuple([array.copy() for array in results]) if self.fresh else results
 
     def _act(self, row: Row, actions: Sequence[Array]) -> None:
@@ -414,12 +415,13 @@ class CapturedRows(TorchRLRows):
         try:
             for lock in self._locks:
                 lock.acquire()
-            try:
-                values = self._run(*self._pick((*leaves, *outputs)))
-            finally:
-                for lock in self._locks:
-                    lock.release()
-        except Exception as cause:
+            values = self._run(*self._pick((*leaves, *outputs)))
+            for lock in self._locks:
+                lock.release()
+        except BaseException as cause:  # also Ctrl-C, which may come between any two lines
+            release_held(self._locks)
+            if not isinstance(cause, Exception):
+                raise
             reraise("env.step", cause)
         # An env around this one may have added leaves behind these.
         for array, value in zip((*row.next[: self._mine], *row.rewards), values):
@@ -466,21 +468,25 @@ class CapturedRows(TorchRLRows):
         pattern = b"" if partly else ends
         known = self._resets.get(pattern, 0)
         if isinstance(known, _Reset) and (self._bind_masked(known, done, ends) if partly else self._bind(known)):
-            for lock in self._locks:
-                lock.acquire()
             try:
+                for lock in self._locks:
+                    lock.acquire()
                 self._leaves = known.captured.run(*[self._leaves[i] for i in known.captured.used])
-            finally:
                 for lock in self._locks:
                     lock.release()
+            except BaseException:
+                release_held(self._locks)
+                raise
             return
         before = [torch.from_numpy(array) for array in self._leaves]
         with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
             self.root = self.env.maybe_reset(self.root)
         known = self._resets.get(pattern, 0)
         count = 1 if isinstance(known, _Reset) else known + 1
-        if 0 < count < _RESETS or len(self._resets) >= _PATTERNS or self._parts(*_RESET_IN_PYTHON):
-            self._resets[pattern] = count
+        full = len(self._resets) >= _PATTERNS
+        if 0 < count < _RESETS or full or self._parts(*_RESET_IN_PYTHON):
+            if not full or pattern in self._resets:
+                self._resets[pattern] = count
             return
         self._resets[pattern] = -1  # if recording fails, it is not tried again
         if count == _RESETS:
