@@ -16,7 +16,7 @@ import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from reap.core.capture.generator_state import position, probe_generator, restore_generator
+from reap.core.capture.generator_state import position, restore_generator, varied
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in, undisturbed
 from reap.core.capture.replay import Captured, Halves
@@ -93,7 +93,7 @@ class CapturedPolicy(SubstitutePolicy):
         return self.why is None
 
     def _recorded(self) -> tuple[Captured, list[Key]]:
-        plain, probes = self._plain, [self._first, *(varied(self._first, by) for by in (0.1, 1, 3))]
+        plain, probes = self._plain, [self._first, *(varied(self._first, by, _permuted) for by in (0.1, 1, 3))]
         if isinstance(plain, CallPolicy):
             return Captured([self._model], lambda *inputs: plain.forward(inputs), probes), []
         size, columns = plain._size, len(self._first)
@@ -233,17 +233,9 @@ def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
     return True
 
 
-def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:
-    """Return other values of the same shapes and dtypes, on which the replay must do the same as the module."""
-    found, chance = [], probe_generator(by)
-    for value in values:
-        if value.dtype.is_floating_point:
-            found.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
-        elif value.dtype is torch.uint8:
-            found.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
-        else:  # permute the numbers: an index stays in range, and one lane's one-hot choice stays one-hot
-            found.append(value.reshape(-1)[torch.randperm(value.numel(), generator=chance)].reshape(value.shape))
-    return found
+def _permuted(value: Tensor, by: float, chance: torch.Generator) -> Tensor:
+    """Return the same numbers at other places: an index stays in range, and one lane's one-hot choice stays one-hot."""
+    return value.reshape(-1)[torch.randperm(value.numel(), generator=chance)].reshape(value.shape)
 
 
 def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: InteractionType | None) -> Any:

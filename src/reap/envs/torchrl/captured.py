@@ -31,7 +31,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap._foreign import torchrl_internals
-from reap.core.capture.generator_state import position, probe_generator, restore_generator
+from reap.core.capture.generator_state import position, restore_generator, varied
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows
@@ -556,7 +556,7 @@ class CapturedRows(TorchRLRows):
             for transform in transforms:
                 stack.enter_context(untouched(transform))
             try:
-                probes = [first, *(_varied(first, by) for by in (1, 2, 3))]
+                probes = [first, *(varied(first, by, _other_choice) for by in (1, 2, 3))]
                 return Captured(transforms, call, probes, writes=True, arrays=True)
             finally:
                 for base in self._bases:
@@ -693,16 +693,8 @@ def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Ite
             del base.env.__dict__[verb]
 
 
-def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
-    """Return other values of the same kinds, for which step and replay must agree, too."""
-    varied, chance = [], probe_generator(by)
-    for value in values:
-        if value.dtype is torch.bool:
-            varied.append(torch.rand(value.shape, generator=chance) < 0.5)
-        elif value.dtype.is_floating_point:
-            varied.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
-        elif value.dtype is torch.uint8:
-            varied.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
-        else:  # a one-hot action stays one
-            varied.append(value + by if value.numel() and int(value.max()) > 1 else value.clone())
-    return varied
+def _other_choice(value: Tensor, by: float, chance: torch.Generator) -> Tensor:
+    """Return other flags or whole numbers; a one-hot action stays as it is."""
+    if value.dtype is torch.bool:
+        return torch.rand(value.shape, generator=chance) < 0.5
+    return value + int(by) if value.numel() and int(value.max()) > 1 else value.clone()
