@@ -61,9 +61,8 @@ class Message(NamedTuple):
         """Return the message for a full slot; parts without a fixed size, like references and finals, are pickled."""
         ended = full.episodes is not None and len(full.episodes)
         kept = full.finals, full.loose, full.episodes, full.statistics, full.state_after
-        more = ended or bool(full.loose)
-        more = more or any(one is not None for one in (full.finals, full.statistics, full.state_after))
-        data = bytes(cloudpickle.dumps(kept)) if more else b""
+        further = full.loose or ended or any(x is not None for x in (full.finals, full.statistics, full.state_after))
+        data = bytes(cloudpickle.dumps(kept)) if further else b""
         words, numbers = header(), numbers_of(full.stats)
         words[:_SPAN] = 1, len(data), full.slot, full.frames, full.version, full.since
         words[_SPAN:_STATS].view(np.float64)[:] = full.span

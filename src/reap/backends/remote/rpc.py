@@ -50,7 +50,7 @@ from reap.backends.remote.rpc_worker import (
     take_weights,
 )
 from reap.backends.worker_handle import WorkerHandle
-from reap.errors import UsageError, WorkerDied
+from reap.errors import UsageError
 
 THREADS = 2  # least threads of an agent: one waits for messages, another passes orders
 _SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
@@ -205,6 +205,7 @@ class TensorPipeTransport(LaunchedTransport):
         self._agent = {"rpc_timeout": 0, **agent}
         self._guarded: GuardedStore | None = None
         self._store: Any = None
+        self._folder: TemporaryFolder | None = None
         self._joined = False
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
@@ -279,7 +280,7 @@ class TensorPipeTransport(LaunchedTransport):
             self.wait_for_wakeup(_POLL)
             for worker, child in zip(workers, self._children.values()):
                 if child.gone():
-                    raise WorkerDied(str(child.death())).at(worker=worker.name)
+                    raise child.death().at(worker=worker.name)
 
     def cannot_restart(self) -> str | None:
         if torch_internals.can_introduce_rpc_agents():
@@ -309,5 +310,5 @@ class TensorPipeTransport(LaunchedTransport):
             self._guarded.close()
         if self._node_pool is not None:
             self._node_pool.close(DEADLINE)
-        if hasattr(self, "_folder"):
+        if self._folder is not None:
             self._folder.close()
