@@ -230,7 +230,7 @@ class Slot:
         }
         self.arrays = {**(layout.arrays(self.block) if arrays is None else arrays), **self._loose}
         self.state = State.FREE
-        self.slot_number: int | None = None  # its number in the env that made it, if one did
+        self.number_in_env: int | None = None  # its number in the env that made it, if one did
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
@@ -345,9 +345,9 @@ class Slot:
             row.reward, row.mask, row.done, row.terminated, row.truncated = rest
             row.copies = tuple([(after[i], successor[i]) for i in separate])
             row.place = None
-            if self.slot_number is not None:  # a last row whose successors lie outside this slot has no place
+            if self.number_in_env is not None:  # a last row whose successors lie outside this slot has no place
                 beyond = successor and successor[0] is after[0] and a + t + 1 == self.layout.steps
-                row.place = None if beyond else (self.slot_number, a + t)
+                row.place = None if beyond else (self.number_in_env, a + t)
             yield row
 
 

@@ -46,10 +46,10 @@ class CapturedPolicy(SubstitutePolicy):
         plain: CallPolicy | TensorDictPolicy,
         model: nn.Module,
         first: Sequence[Tensor],
-        kind: InteractionType | None,
+        exploration: InteractionType | None,
     ) -> None:
         super().__init__(plain, plain.inputs, plain.device)
-        self._model, self._first, self._kind = model, list(first), kind
+        self._model, self._first, self._exploration = model, list(first), exploration
         self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
@@ -82,7 +82,7 @@ class CapturedPolicy(SubstitutePolicy):
     def _capture(self) -> bool:
         """Record the module in its current state; return False if that fails and it must be called."""
         try:
-            with untouched(self._model), torch.no_grad(), exploring(self._kind):
+            with untouched(self._model), torch.no_grad(), exploring(self._exploration):
                 self._captures.append(self._recorded())
         except NotCaptured as reason:
             self.why = str(reason)
@@ -238,7 +238,7 @@ def _permuted(value: Tensor, by: float, chance: torch.Generator) -> Tensor:
     return value.reshape(-1)[torch.randperm(value.numel(), generator=chance)].reshape(value.shape)
 
 
-def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: InteractionType | None) -> Any:
+def captured(policy: Any, model: Any, columns: Mapping[Key, Any], exploration: InteractionType | None) -> Any:
     """Return a policy that replays the torch calls of `model`, or `policy` itself if they cannot be captured."""
     if not isinstance(model, nn.Module):
         return policy
@@ -254,7 +254,7 @@ def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: Interact
         return policy
     why = why_not(model)
     if why is None:
-        made = CapturedPolicy(plain, model, [value.clone() for value in first], kind)
+        made = CapturedPolicy(plain, model, [value.clone() for value in first], exploration)
         if made.captured:
             return made
         why = made.why

@@ -6,9 +6,9 @@
 
 The first step is TorchRL's own. Then `step`, with the innermost env's step as a foreign call in it, is captured (see
 core/capture/recorder.py): the same torch calls on the transforms' own tensors give the same numbers, and
-`env.transform[0]` and its `state_dict` show statistics as before. TorchRL resets the lanes whose episode ended; once
-the same lanes have ended together `_RESETS` times, their reset is recorded and replayed as well, unless a transform
-resets in Python (`_RESET_IN_PYTHON`).
+`env.transform[0]` and its `state_dict` show statistics as before. TorchRL resets the lanes whose episode ended. After
+`_RESETS` resets of some lanes of a single base, or with several bases of the same set of lanes, that reset is recorded
+and replayed as well, unless a transform resets in Python (`_RESET_IN_PYTHON`).
 
 Only some of TorchRL's own transforms are captured (`TRANSFORMS`). An env with a subclass of one, or with a transform of
 the user's, is left to TorchRL's step. A transform that is changed between two rollouts is recorded again.
@@ -46,7 +46,7 @@ from reap.spec import Key, Leaf, as_key
 
 Array = np.ndarray[Any, Any]
 
-_RESETS = 4  # how often the same lanes end together before their reset is recorded
+_RESETS = 4  # resets that TorchRL makes before one is recorded: of some lanes, with several bases of the same lanes
 _PATTERNS = 64  # how many sets of lanes are counted and recorded separately
 # A row for the lanes to write, its arrays, and the function that steps them.
 PreparedRow = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]
@@ -354,7 +354,7 @@ class CapturedRows(TorchRLRows):
         self._rollouts += 1
         if self._lives_of:
             for ask in self._lives_of.values():
-                ask.look()
+                ask.resolve()
         if self._captured is None:
             return
         if (
@@ -510,7 +510,7 @@ class CapturedRows(TorchRLRows):
         anew = reset.bound != self._rollouts
         if anew:
             reset.begin()
-        if not reset.captured.bind(look=anew):
+        if not reset.captured.bind(check=anew):
             self._one_recording = not other  # where the mask was changed, that is taken for the reason
             return False
         reset.bound = self._rollouts
@@ -657,9 +657,9 @@ class _Lives:
 
     def __init__(self, part: Any) -> None:
         self._part = part
-        self.look()
+        self.resolve()
 
-    def look(self) -> None:
+    def resolve(self) -> None:
         """Find the game, if the env is a single Gymnasium env."""
         (first, *self._names), base = self._part.eol_attribute, self._part.parent.base_env
         self._game = None
