@@ -1,6 +1,6 @@
 """Policies: turn whatever policy object the user has into one that reads a row and writes a row.
 
-    as_policy(x) ──►  RandomActions     None, or RandomPolicy: drawn for a whole rollout at once
+    as_policy(x) ──►  RandomActions     None, or RandomPolicy: mostly drawn for a whole rollout at once
                       FlatPolicy        TensorDictModules as a flat program on plain tensors (policies/flat_policy.py)
                       CallPolicy        a module or function of observation tensors (policies/call_policy.py)
                       TensorDictPolicy  anything that takes and returns a TensorDict: correct for all, fast for none

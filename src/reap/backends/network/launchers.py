@@ -97,7 +97,7 @@ class NodePool:
         transport: str,
         more: Sequence[Any],
         on_end: Callable[[NodeProcess], None],
-        wait: Any,
+        wait: Callable[[float], None],
         *,
         spares: bool = False,
     ) -> list[NodeProcess]:

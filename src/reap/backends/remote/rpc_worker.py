@@ -6,8 +6,9 @@
 Where workers may be replaced or dropped, no agent may depend on another: each is an RPC group (world) of its own. The
 collector's agent is introduced to each as it starts, and sends weights to all of them itself.
 
-An agent checks no secret and executes any call. So on one machine it listens at no port, and otherwise on the loopback
-interface alone: other machines reach it through a listener, and it reaches their agents through tunnels.
+An agent checks no secret and executes any call. So on one machine it listens at no port, if the system has shared
+memory for that, and otherwise on the loopback interface alone: other machines reach it through a listener, and it
+reaches their agents through tunnels.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def name(index: int, restarts: int = 0) -> str:
 
 
 def address_key(agent: str, world: str | None = None) -> str:
-    """Return the key of an agent's address in the common store, as members of a `world` (default: its own) read it."""
+    """Return the key under which the members of a world find an agent's address in the common store.
+
+    Default: the agent's own world.
+    """
     return f"{world or agent}/{_ADDRESSES}{agent}"
 
 
