@@ -239,8 +239,8 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
             f"returns its new value (docs/policies.md, Memory)",
             PolicyWarning,
         )
-    repeatable = exploration in FIXED and type(policy).__name__ != "RandomPolicy"
-    if repeatable and _varies_by_seed(policy, candidate, first, context):
+    drawn = type(policy).__name__ == "RandomPolicy"
+    if exploration in FIXED and not drawn and _varies_by_seed(policy, candidate, first, context):
         warn(
             f"exploration_type is {exploration.name}, but the policy's action changes with the random seed: it samples "
             f"by itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which then "
