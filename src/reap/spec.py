@@ -56,6 +56,18 @@ def torch_dtype(dtype: Any) -> torch.dtype:
         raise UsageError(f"dtype {dtype} has no tensor form") from None
 
 
+def as_tensor(array: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor of this dtype on the memory of an array, which on a device is a tensor already."""
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    return tensor.view(torch.bfloat16) if dtype is torch.bfloat16 else tensor
+
+
+def as_array(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor as a NumPy array, on the same memory if that is possible; bfloat16 as int16."""
+    value = value.detach()
+    return (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy(force=True)
+
+
 def as_key(key: AnyKey) -> Key:
     """Return a key as a tuple: "a" → ("a",)."""
     return (key,) if isinstance(key, str) else tuple(key)
@@ -121,6 +133,11 @@ class Leaf:
         if self.dtype is None:
             return "" if isinstance(self.space, gym.spaces.Text) else None
         return torch.zeros([max(n, 0) for n in self.shape], dtype=self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of one value in bytes, if the leaf is not loose."""
+        return int(np.prod(self.shape, dtype=np.int64)) * numpy_dtype(self.dtype).itemsize
 
     @property
     def n(self) -> int:

@@ -167,7 +167,7 @@ def test_a_lap_between_two_looks_leaves_no_empty_window():
             return value
 
     write(3)
-    ring._look = Slow(ring._look, 3)
+    ring._ints = Slow(ring._ints, 3)
     assert ring.window() == (26, 36)
 
 

@@ -1,14 +1,17 @@
-"""Threads: joining one with a deadline, and finishing slow shutdowns in the background."""
+"""Threads: joining one with a deadline, stopping them when Python exits, and finishing slow shutdowns in one."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from reap._system.interrupts import Interrupts
 from reap.errors import WorkerSilent
@@ -17,6 +20,14 @@ LINGER = 0.3  # seconds an error waits for shutdowns to finish: most do at once
 _LONGEST = 15.0  # seconds that background shutdowns are waited for
 CTRL_C = 0.05  # seconds that Ctrl-C may be delayed during `join`
 _endings: set[threading.Thread] = set()
+
+
+class _Stoppable(Protocol):
+    def stop(self, timeout: float) -> None:
+        """End the thread; raise `WorkerSilent` if that takes longer."""
+
+
+_stopped_at_exit: weakref.WeakKeyDictionary[_Stoppable, int] = weakref.WeakKeyDictionary()  # with the pid of each
 
 
 def join(thread: threading.Thread, timeout: float, who: str) -> None:
@@ -39,6 +50,23 @@ def stack_of(thread: int) -> str:
     """Return the current stack of the thread with this ident."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
+
+
+def stop_at_exit(thing: _Stoppable) -> None:
+    """Stop the thread of `thing` when Python exits, which would cut off a daemon thread in the middle of native code.
+
+    A fork does not have the thread, so there `thing` is not stopped.
+    """
+    atexit.unregister(_stop_all)  # registered once only
+    atexit.register(_stop_all)
+    _stopped_at_exit[thing] = os.getpid()
+
+
+def _stop_all() -> None:
+    for thing, owner in list(_stopped_at_exit.items()):
+        if owner == os.getpid():
+            with contextlib.suppress(WorkerSilent):
+                thing.stop(1.0)
 
 
 def run_shutdown(ending: Callable[[], None], linger: float | None = None) -> None:

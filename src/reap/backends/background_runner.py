@@ -127,7 +127,7 @@ class BackgroundRunner:
 
     @property
     def running(self) -> bool:
-        """Whether there are still frames to collect or to write."""
+        """Whether there are still frames to collect or to write; brings pauses and counts up to date first."""
         self.apply_pauses()
         self.catch_up()
         claimed, made = int(self._counters.claimed.sum()), int((self._counted - self._began)[0].sum())

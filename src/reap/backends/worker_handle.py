@@ -33,7 +33,8 @@ class WorkerHandle:
         self.inbox: deque[Any] = deque()  # the answer to its last call, once it has arrived
         self.busy_since = 0.0  # when it last sent something, or received work while idle
         self.pending_slots: dict[int, bool] = {}  # slots it has been told to fill, and whether with random actions
-        self.pending_call: int | None = None  # the number of the call it has not answered yet
+        # The number of the call it has not answered yet; `UNREQUESTED`: it has not sent its `WorkerInfo` yet.
+        self.pending_call: int | None = None
         self._pending_call_data = b""  # that call, serialized
         self.stats: Mapping[str, Any] = Stats(0).summary()  # all zero so far
         self._predecessors: Mapping[str, Any] = self.stats  # counts of the workers this one has replaced

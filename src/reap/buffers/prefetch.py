@@ -7,23 +7,18 @@ The thread ends on `stop`, when its buffer is deleted, and with the program. If 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from reap._system.forks import guard
-from reap._system.threads import join
-from reap.errors import Starved, WorkerSilent
+from reap._system.threads import join, stop_at_exit
+from reap.errors import Starved
 
 T = TypeVar("T")
 _DEADLINE = 5.0  # seconds for the thread to end: to finish one sample and its transforms
-_open: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
 
 
 class Prefetch(Generic[T]):
@@ -36,15 +31,8 @@ class Prefetch(Generic[T]):
         self._prepared: deque[Future[T]] = deque()
         self._lock = threading.RLock()  # reentrant: a finalizer may call `request_stop` while its thread holds it
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name="reap-prefetch", daemon=True)
-        atexit.unregister(_stop_all)  # registered once only
-        atexit.register(_stop_all)  # without it, the daemon thread would be killed in the middle of native code
-        _open.add(self)
-        guard(self)
+        stop_at_exit(self)
         self._thread.start()
-
-    def in_fork(self, why: str) -> None:
-        """Called in a fork, where the thread does not run: there is nothing to stop."""
-        _open.discard(self)
 
     def next(self, make: Callable[[], T]) -> T:
         """Return the oldest sample, and have the thread make the following ones by `make`."""
@@ -87,9 +75,3 @@ def _work(tasks: queue.SimpleQueue[tuple[Callable[[], T], Future[T]] | None]) ->
             except BaseException as error:  # raised where the sample is requested
                 future.set_exception(error)
         del task, make, future  # keep no buffer alive while idle
-
-
-def _stop_all() -> None:
-    for one in list(_open):
-        with contextlib.suppress(WorkerSilent):
-            one.stop(1.0)

@@ -112,7 +112,7 @@ class ReplayBuffer:
         )
         self._writer = BatchWriter(self._memory, self._cuts, self._reader.check_names)
         self._set_transforms(transforms)
-        self._sampler_lock = threading.RLock()  # guards the sampler and the index of episodes; rows need no lock
+        self._sampler_lock = threading.RLock()  # guards the sampler and the episode index; rows need no lock
         self._ahead, self._round_ended = prefetch, False
         self._prefetcher: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
         renew(self, _sampler_lock=threading.RLock, _prefetcher=lambda: None)  # a fork has the rows, but not our threads

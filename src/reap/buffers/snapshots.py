@@ -30,9 +30,8 @@ from reap.buffers.arguments import directory
 from reap.buffers.samplers import Sampler
 from reap.buffers.storage.buffer_files import BufferFiles
 from reap.buffers.storage.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
-from reap.buffers.storage.rows import as_array
 from reap.errors import CorruptState, NoSpace, UsageError, WrongArgument
-from reap.spec import numpy_dtype, show
+from reap.spec import as_array, numpy_dtype, show
 
 _MANIFEST = "buffer.json"
 _FORMAT = 2

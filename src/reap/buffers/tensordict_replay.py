@@ -10,8 +10,8 @@ from torch import Tensor
 from reap.buffers import arguments
 from reap.buffers.replay import DEFAULT_SIZE, ReplayBuffer, made
 from reap.buffers.samplers import PrioritizedSampler
-from reap.buffers.storage.batch_writer import MASK
 from reap.buffers.storage.storages import LazyTensorStorage, Storage
+from reap.core.slot import MASK
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, show
 

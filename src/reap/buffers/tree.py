@@ -43,7 +43,7 @@ class SumTree:
         leaves[index] = priority
         np.minimum.at(self._mins, blocks, np.where(priority > 0, priority, np.inf))
         if lost.any():
-            self._look(blocks[lost])
+            self._refresh_minima(blocks[lost])
         for sums, below in zip(self._sums[1:], self._sums):
             index = index // _FAN
             sums[index] = below.reshape(-1, _FAN).take(index, axis=0) @ _EIGHT
@@ -53,12 +53,12 @@ class SumTree:
         if first == end:
             return
         self._sums[0][first:end] = priority
-        self._look(np.arange(first // _BLOCK, (end - 1) // _BLOCK + 1))
+        self._refresh_minima(np.arange(first // _BLOCK, (end - 1) // _BLOCK + 1))
         for sums, below in zip(self._sums[1:], self._sums):
             first, end = first // _FAN, -(-end // _FAN)
             sums[first:end] = below[first * _FAN : end * _FAN].reshape(-1, _FAN) @ _EIGHT
 
-    def _look(self, blocks: Array) -> None:
+    def _refresh_minima(self, blocks: Array) -> None:
         leaves = self._sums[0].reshape(-1, _BLOCK).take(blocks, axis=0)
         self._mins[blocks] = np.where(leaves > 0, leaves, np.inf).min(1)
 

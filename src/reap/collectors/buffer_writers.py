@@ -219,9 +219,10 @@ class Writer:
         arrays: dict[Key, Any] = {key: slot.arrays[key] for key in layout.offsets} | slot.take_references()
         if options.truncate:
             mark_truncated(arrays, layout)
-        batch = assembler(layout)(arrays, layout)
-        if self.postproc is not None or self.hook is not None:
-            batch = batch.clone()  # postproc and hook may keep the batch, and the slot is filled again
+        if self.postproc is None and self.hook is None:
+            batch = assembler(layout)(arrays, layout.in_place)  # views: the buffer copies them
+        else:
+            batch = assembler(layout)(arrays, layout).clone()  # they may keep it, and the slot is filled again
         split = partial(split_trajectories, prefix="collector") if options.split else None
         self._sink.write(post_processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -65,6 +65,7 @@ class MultiCollector(BaseCollector):
 
     _backend: WorkerBackend
     _sync: bool | None = None
+    _by_sync: ClassVar[tuple[type, type]]  # in a class that only chooses: its Sync and its Async subclass
     _placement: Placement = Placement()  # where the workers live
 
     def __new__(
@@ -76,12 +77,10 @@ class MultiCollector(BaseCollector):
         num_workers: int | None = None,
         **options: Any,
     ) -> Self:
-        if cls is MultiCollector:
-            if not isinstance(sync, bool):
-                raise WrongArgument(f"MultiCollector needs sync=True or sync=False, got {sync!r}")
-            kind = MultiSyncCollector if sync else MultiAsyncCollector
-            return object.__new__(kind)  # type: ignore[return-value]
-        return object.__new__(cls)
+        if cls is MultiCollector and not isinstance(sync, bool):
+            raise WrongArgument(f"MultiCollector needs sync=True or sync=False, got {sync!r}")
+        chosen: type[Self] = cls._by_sync[sync is not True] if "_by_sync" in vars(cls) else cls
+        return object.__new__(chosen)
 
     def __init__(
         self,
@@ -529,6 +528,9 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _sync = False
+
+
+MultiCollector._by_sync = MultiSyncCollector, MultiAsyncCollector
 
 
 @shows_options(without=IN_PROCESS_ONLY)

@@ -37,16 +37,21 @@ class Placement:
 
     def writer(self, options: Options) -> Any:
         """Return the factory of the workers' buffer writers; None if workers do not write to the buffer themselves."""
-        buffer = options.replay_buffer
-        if not self.workers_write(buffer):
+        if not self.workers_write(options.replay_buffer):
             return None
         if options.max_lag is not None:
             raise UsageError("max_lag cannot drop rollouts that workers write to the buffer themselves; leave it out")
         writing = WriteOptions.of(options)
-        maker = WriterMaker(writing, buffer.handle()[1], buffer.transforms, options.timeout)
-        parts = {**writing.user_code, "a transform of the replay buffer": buffer.transforms}
-        pack(maker, "what writes to the replay buffer", parts)  # only to fail early: the job carries it
+        maker, parts = self._writer_maker(writing, options)
+        # Packed only to fail early: the job carries it.
+        self.pack(maker, "what writes to the replay buffer", {**writing.user_code, **parts})
         return maker
+
+    def _writer_maker(self, writing: WriteOptions, options: Options) -> tuple[Any, Mapping[str, Any]]:
+        """Return the factory of the workers' buffer writers, and the user's objects in it that errors can name."""
+        buffer = options.replay_buffer
+        maker = WriterMaker(writing, buffer.handle()[1], buffer.transforms, options.timeout)
+        return maker, {"a transform of the replay buffer": buffer.transforms}
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
         """Return the processes inside each of this many workers; None if a worker is a single loop."""

@@ -52,7 +52,7 @@ class EnvHooks:
         A TorchRL env gives its action spec to a policy made without one.
         """
 
-    def make_policy(self, model: Any, kind: Any, device: Any) -> Any:
+    def make_policy(self, model: Any, exploration: Any, device: Any) -> Any:
         """Return the policy that runs `model`, if this env's steps have no columns; None: `as_policy` decides."""
         return None
 

@@ -1,6 +1,6 @@
 """Policies: turn whatever policy object the user has into one that reads a row and writes a row.
 
-    as_policy(x) ──►  RandomActions     None, or RandomPolicy: drawn for a whole rollout at once
+    as_policy(x) ──►  RandomActions     None, or RandomPolicy: mostly drawn for a whole rollout at once
                       FlatPolicy        TensorDictModules as a flat program on plain tensors (policies/flat_policy.py)
                       CallPolicy        a module or function of observation tensors (policies/call_policy.py)
                       TensorDictPolicy  anything that takes and returns a TensorDict: correct for all, fast for none
@@ -33,7 +33,7 @@ from reap.core.policies.outputs import as_tensordict, is_named
 from reap.core.resume import CannotResume
 from reap.core.slot import FLAGS, Row, Slot
 from reap.errors import SpecMismatch, WrongState
-from reap.spec import EnvSpec, Key, Leaf, as_key, private, show, show_keys, torch_dtype
+from reap.spec import EnvSpec, Key, Leaf, as_array, as_key, private, show, show_keys, torch_dtype
 
 Reader = Callable[[Any], "np.ndarray[Any, Any]"]
 
@@ -185,9 +185,8 @@ class RandomActions(Policy):
 
 def _as_written(space: Leaf, column: Leaf) -> Leaf:
     """Return the action leaf in the encoding of a policy's column, such as an index where the env's is one-hot."""
-    if space.shape == column.shape:
-        return Leaf(column.shape, column.dtype, space.space, space.one_hot)
-    return Leaf(column.shape, column.dtype, space.space, not space.one_hot)
+    one_hot = space.one_hot if space.shape == column.shape else not space.one_hot
+    return Leaf(column.shape, column.dtype, space.space, one_hot)
 
 
 class TensorPolicy(Policy):
@@ -426,10 +425,5 @@ def _reader(value: Any) -> Reader:
     """Return a function that converts values of this kind to NumPy arrays, so that it is chosen only once."""
     if not isinstance(value, Tensor):
         return np.asarray
-    if value.dtype is torch.bfloat16:
-        return lambda x: x.detach().cpu().contiguous().view(torch.int16).numpy()
-    if value.device.type != "cpu":
-        return lambda x: x.detach().cpu().numpy()
-    if value.requires_grad or value.is_conj() or value.is_neg():
-        return lambda x: x.detach().resolve_conj().resolve_neg().numpy()
-    return Tensor.numpy
+    plain = value.dtype is not torch.bfloat16 and value.device.type == "cpu" and not value.requires_grad
+    return Tensor.numpy if plain and not value.is_conj() and not value.is_neg() else as_array

@@ -31,7 +31,7 @@ import torch
 
 from reap.core.columns.object_columns import ObjectColumn
 from reap.errors import ReapError, UsageError
-from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf, in_every_row, numpy_dtype
+from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf, as_tensor, in_every_row, numpy_dtype
 
 _ALIGN = 64
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -71,8 +71,7 @@ class Layout:
             if leaf.loose:
                 continue
             self.offsets[key] = end
-            rows, numbers = 1 if leaf.once else steps, int(np.prod(leaf.shape, dtype=np.int64))
-            length = rows * lanes * numbers * numpy_dtype(leaf.dtype).itemsize
+            length = (1 if leaf.once else steps) * lanes * leaf.nbytes
             end += -(-length // _ALIGN) * _ALIGN
         self.nbytes = end
 
@@ -144,8 +143,7 @@ class Layout:
 
     def tensor(self, key: Key, array: np.ndarray[Any, Any]) -> torch.Tensor:
         """Return a column, or a part of it, as a tensor on the same memory."""
-        tensor = torch.from_numpy(array)
-        return tensor.view(torch.bfloat16) if self.columns[key].dtype is torch.bfloat16 else tensor
+        return as_tensor(array, self.columns[key].dtype)
 
 
 class State(enum.Enum):
@@ -232,7 +230,7 @@ class Slot:
         }
         self.arrays = {**(layout.arrays(self.block) if arrays is None else arrays), **self._loose}
         self.state = State.FREE
-        self.slot_number: int | None = None  # its number in the env that made it, if one did
+        self.number_in_env: int | None = None  # its number in the env that made it, if one did
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
@@ -347,9 +345,9 @@ class Slot:
             row.reward, row.mask, row.done, row.terminated, row.truncated = rest
             row.copies = tuple([(after[i], successor[i]) for i in separate])
             row.place = None
-            if self.slot_number is not None:  # a last row whose successors lie outside this slot has no place
+            if self.number_in_env is not None:  # a last row whose successors lie outside this slot has no place
                 beyond = successor and successor[0] is after[0] and a + t + 1 == self.layout.steps
-                row.place = None if beyond else (self.slot_number, a + t)
+                row.place = None if beyond else (self.number_in_env, a + t)
             yield row
 
 

@@ -14,7 +14,7 @@ from reap.core.resume import FORMAT, CannotResume, check, generators, packed, se
 from reap.core.rollout import RolloutLoop
 from reap.errors import UsageError, reraise
 from reap.seeding import chain, seed_process
-from reap.spec import Leaf
+from reap.spec import Leaf, as_tensor
 
 
 class AnyWorker:
@@ -155,21 +155,15 @@ class AnyWorker:
         return list(zip(self.env.spec.observation.values(), self.loop.current))
 
     def _save_leaf(self, leaf: Leaf, array: Any) -> Any:
-        return packed(array) if leaf.loose else _as_tensor(array, leaf).cpu().clone()
+        return packed(array) if leaf.loose else as_tensor(array, leaf.dtype).cpu().clone()
 
     def _restore_leaf(self, leaf: Leaf, array: Any, kept: Any) -> None:
         if leaf.loose:
             array[...] = unpacked(kept)
         else:
-            _as_tensor(array, leaf).copy_(kept)
+            as_tensor(array, leaf.dtype).copy_(kept)
 
     def close(self) -> None:
         """Close the env."""
         self.env.driver = CLOSED
         self.env.close()
-
-
-def _as_tensor(array: Any, leaf: Leaf) -> torch.Tensor:
-    """Return the same memory as a tensor of its leaf's dtype; NumPy has no bfloat16."""
-    tensor = torch.as_tensor(array)
-    return tensor.view(torch.bfloat16) if leaf.dtype is torch.bfloat16 else tensor

@@ -19,7 +19,7 @@ from reap.core.slot import MASK, TRAJ_IDS
 from reap.data.spaces import space_from, space_state
 from reap.envs.spaces import Actions
 from reap.errors import SpecMismatch, UsageError
-from reap.spec import EnvSpec, Key, Leaf, as_key, numpy_dtype, own_entry, show
+from reap.spec import EnvSpec, Key, Leaf, as_array, as_key, numpy_dtype, own_entry, show
 from reap.trajectories import FINAL, ended
 
 Array = np.ndarray[Any, Any]
@@ -217,8 +217,8 @@ class EpisodeSplitter:
                 now = "not there" if values is None else f"{values.dtype}{list(values.shape[batch.ndim :])}"
                 raise SpecMismatch(f"{show(column.key)} is {now}; it was {column.dtype}{list(column.shape)} before")
             lanes = batch.batch_size[:-1].numel()
-            rows = values.detach().cpu().reshape(lanes, batch.batch_size[-1], *column.shape)
-            arrays[column.name] = (rows.view(torch.int16) if rows.dtype is torch.bfloat16 else rows).numpy()
+            rows = values.reshape(lanes, batch.batch_size[-1], *column.shape)
+            arrays[column.name] = as_array(rows)
         return arrays
 
 

@@ -95,8 +95,8 @@ class InferenceServer:
             raise WrongArgument(f"policy must be a module or a callable, got {type(made).__name__}")
         self._source = made
         self.policy = local.moved_to(made, self._device)
-        self._kind = as_exploration(exploration_type)
-        self._call = bind_exploration(self.policy, self._kind)
+        self._exploration = as_exploration(exploration_type)
+        self._call = bind_exploration(self.policy, self._exploration)
         self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
         if in_keys is not None and not (
             isinstance(in_keys, (list, tuple)) and all(isinstance(key, (str, tuple)) for key in in_keys)
@@ -256,7 +256,7 @@ class InferenceServer:
         began = time.monotonic()
         self._current = batch
         try:
-            with self._weights, torch.no_grad(), exploring(self._kind):
+            with self._weights, torch.no_grad(), exploring(self._exploration):
                 outputs = self._forward(_joined(batch))
                 version = self._version
             answers = _split(outputs, batch)

@@ -79,9 +79,9 @@ def dumps(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> byte
     return _pickled(thing, what, None, given)
 
 
-def pack_bytes(thing: Any, what: str) -> Packed:
+def pack_bytes(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> Packed:
     """Pack `thing` without descriptors, for processes on any machine."""
-    return Packed(dumps(thing, what))
+    return Packed(dumps(thing, what, given))
 
 
 def _pickled(thing: Any, what: str, popen: PackingPopen | None, given: Mapping[str, Any] | None = None) -> bytes:

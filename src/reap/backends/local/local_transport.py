@@ -8,6 +8,7 @@ Subclasses run the workers that fill them: in processes (shared_memory.py), or i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,7 +35,7 @@ class LocalTransport(Transport):
         self._buffer = tuple(buffer)
         self._opened: list[SharedFile] = []
         self._files: list[WorkerFiles] = []  # by worker
-        self._memory: dict[int, tuple[Layout, int, int, bool]] = {}  # as in `WorkerMemory`, by worker
+        self._memory: dict[int, WorkerMemory] = {}  # by worker
         self.counters: SharedCounters  # set by `open`
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
@@ -73,20 +74,19 @@ class LocalTransport(Transport):
     def common_slots(self, workers: Sequence[WorkerHandle], whole: Layout, count: int) -> Callable[[int], Slot]:
         first = 0
         for worker in workers:
-            self._memory[worker.index] = whole, count, first, True
+            self._memory[worker.index] = WorkerMemory(whole, count, first, common=True)
             first += worker.info.layout.lanes
         return SharedSlots(self._files[0].common, whole, count).slot
 
     def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
         for worker in workers:
             own = worker.info.layout
-            self._memory[worker.index] = own, count, 0, False
+            self._memory[worker.index] = WorkerMemory(own, count)
             shared = SharedSlots(self._files[worker.index].own, own, count)
             worker.slots = {index: shared.slot(index) for index in range(count)} if here else {}
 
     def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
-        layout, count, first, common = self._memory[worker.index]
-        return (WorkerMemory(layout, count, first, common=common, packing=packing),)
+        return (replace(self._memory[worker.index], packing=packing),)
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> SharedWeights:
         return SharedWeights(self._files[0].weights, packing)

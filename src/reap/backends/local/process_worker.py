@@ -62,9 +62,9 @@ class WorkerMemory:
 
     layout: Layout
     count: int
-    first_lane: int
-    common: bool  # whether the slots lie in the file common to all workers, or in its own
-    packing: Packing | None
+    first_lane: int = 0
+    common: bool = False  # whether the slots lie in the file common to all workers, or in its own
+    packing: Packing | None = None
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:

@@ -97,7 +97,7 @@ class NodePool:
         transport: str,
         more: Sequence[Any],
         on_end: Callable[[NodeProcess], None],
-        wait: Any,
+        wait: Callable[[float], None],
         *,
         spares: bool = False,
     ) -> list[NodeProcess]:
@@ -242,9 +242,10 @@ def join(
 ) -> str:
     """Run a node until the collector ends, and return why it ended. `again`: wait for the next collector then."""
     secret = read_secret(secret_file)
-    while again:
-        NodeAgent(host, port, secret, workers=workers, listen=listen, patience=patience).run()
-    return NodeAgent(host, port, secret, workers=workers, listen=listen, patience=patience).run()
+    while True:
+        why = NodeAgent(host, port, secret, workers=workers, listen=listen, patience=patience).run()
+        if not again:
+            return why
 
 
 def join_later(folder: str) -> str:

@@ -53,7 +53,7 @@ from reap.backends.remote.launched_transport import LaunchedTransport
 from reap.backends.remote.message_transport import (
     MessageConnection,
     NetworkChild,
-    SentWeights,
+    PublicationCount,
     connection_of,
     copy_into_slot,
     read,
@@ -97,7 +97,7 @@ class GlooConnection(MessageConnection):
     def __init__(
         self,
         worker: WorkerHandle,
-        sent: SentWeights,
+        sent: PublicationCount,
         child: Any,
         address: Address,
         orders: _OrderStore,
@@ -182,7 +182,7 @@ class GlooConnection(MessageConnection):
         if head.rollout:
             self._receive_rollout(group, self.slots[head.slot])
         place = f"from/{self._name}/{self._messages_received}"
-        more = self._signer.verified(receive(group, 1, head.more), place) if head.more else b""
+        more = self._signer.verified(receive(group, 1, head.more_size), place) if head.more_size else b""
         self._messages_received += 1
         return read(head, more)
 

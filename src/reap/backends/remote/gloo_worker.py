@@ -23,7 +23,7 @@ from reap._foreign import torch_internals
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.remote_worker import (
-    MORE,
+    MORE_SIZE,
     LocalWeights,
     Message,
     Order,
@@ -127,7 +127,7 @@ class GlooParentConnection(ParentConnection):
                 message, done = item
                 place = f"from/{self._name}/{self._messages_sent}"
                 more = self._signer.sign(message.more, place) if message.more else b""
-                message.header[MORE] = len(more)
+                message.header[MORE_SIZE] = len(more)
                 self._send(message.header)
                 if message.block is not None:
                     self._send(message.block)

@@ -20,7 +20,8 @@ from reap.backends.worker_handle import WorkerHandle
 class LaunchedTransport(MessageTransport):
     """Runs workers as processes of this machine or of nodes.
 
-    `one_by_one`: workers may be replaced or dropped, so weights are sent to each worker alone.
+    `one_by_one`: workers may be replaced or dropped, so none may depend on another: weights are not broadcast, and
+    there is no RPC group of all.
     """
 
     network: ClassVar[str]  # tells a node which kind of worker to run

@@ -41,7 +41,7 @@ from reap.weights.shared import Packing, SharedWeights
 C = TypeVar("C", bound=WorkerConnection)
 
 
-class SentWeights:
+class PublicationCount:
     """Counts the messages that published weights; 0 where weights are in shared memory.
 
     Each order carries the count, and its worker first waits for that message.
@@ -56,7 +56,7 @@ class MessageConnection(WorkerConnection):
     ended = False  # set when nothing more will be received
     child: Any  # the `WorkerLiveness` of its process
 
-    def __init__(self, worker: WorkerHandle, sent: SentWeights) -> None:
+    def __init__(self, worker: WorkerHandle, sent: PublicationCount) -> None:
         self.index, self.slots, self._sent = worker.index, worker.slots, sent
         self.inbox: deque[Any] = deque()  # messages received and not yet read
         self.orders_sent = 0  # number of orders sent so far
@@ -202,7 +202,7 @@ class MessageTransport(Transport):
 
     def __init__(self, *, start_method: StartMethod = "forkserver") -> None:
         self._start_method = start_method
-        self.sent = SentWeights()
+        self.sent = PublicationCount()
         self._selector: selectors.BaseSelector | None = None
         self._shared: SharedFile | None = None  # for weights, if all workers are on this machine and share it
         self._children: dict[int, Any] = {}  # the processes, here or on nodes, by worker

@@ -29,7 +29,7 @@ from reap._system.interrupts import Wakeup
 from reap._system.messages.framed import until_ready
 from reap._system.messages.pickling import dumps
 from reap._system.processes import BOOT, DEADLINE
-from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights, connection_of
+from reap.backends.remote.message_transport import MessageConnection, MessageTransport, PublicationCount, connection_of
 from reap.backends.remote.ordered_mailbox import MailboxWorker
 from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.worker_handle import WorkerHandle
@@ -212,7 +212,7 @@ class RayConnection(MessageConnection):
     """The connection to one actor."""
 
     def __init__(
-        self, worker: WorkerHandle, sent: SentWeights, actor: Any, where: tuple[int, str], wakeup: Wakeup
+        self, worker: WorkerHandle, sent: PublicationCount, actor: Any, where: tuple[int, str], wakeup: Wakeup
     ) -> None:
         super().__init__(worker, sent)
         self._ring = lambda _: wakeup.wake()  # references nothing else, as Ray may keep it for a while

@@ -4,8 +4,9 @@
           └─► answer ──────────► messages ──► transport
     weights ──► received in the background ──► loaded before the next rollout      (or read, where memory is shared)
 
-An order is never executed with weights older than the order. Where weights are messages, it carries the number of the
-last one, for which its worker waits; shared memory was written before the order was sent.
+An order is never executed with weights older than the order, unless no more weights can come. Where weights are
+messages, it carries the number of the last one, for which its worker waits; shared memory was written before the order
+was sent.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
 BLOCKS = 2  # memory for rollouts of a remote worker
-ROLLOUT, MORE, SLOT, FRAMES, VERSION, SINCE = range(6)  # the first words of a header
+ROLLOUT, MORE_SIZE, SLOT, FRAMES, VERSION, SINCE = range(6)  # the first words of a header
 _SPAN, _STATS = 6, 8  # where in a header the time span and the stats begin
 _WORDS = _STATS + len(COUNT_NAMES)
 _PREFIX = 16  # bytes at the start of packed weights: their count and version
@@ -53,7 +54,7 @@ class Message(NamedTuple):
         """Return a message that holds this object."""
         data = bytes(cloudpickle.dumps(message))
         words = header()
-        words[MORE] = len(data)
+        words[MORE_SIZE] = len(data)
         return cls(words, None, data)
 
     @classmethod
@@ -61,9 +62,8 @@ class Message(NamedTuple):
         """Return the message for a full slot; parts without a fixed size, like references and finals, are pickled."""
         ended = full.episodes is not None and len(full.episodes)
         kept = full.finals, full.loose, full.episodes, full.statistics, full.state_after
-        more = ended or bool(full.loose)
-        more = more or any(one is not None for one in (full.finals, full.statistics, full.state_after))
-        data = bytes(cloudpickle.dumps(kept)) if more else b""
+        further = full.loose or ended or any(x is not None for x in (full.finals, full.statistics, full.state_after))
+        data = bytes(cloudpickle.dumps(kept)) if further else b""
         words, numbers = header(), numbers_of(full.stats)
         words[:_SPAN] = 1, len(data), full.slot, full.frames, full.version, full.since
         words[_SPAN:_STATS].view(np.float64)[:] = full.span
@@ -76,7 +76,7 @@ class Header:
 
     def __init__(self, words: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self.words = words
-        self.rollout, self.more, self.slot = bool(words[ROLLOUT]), int(words[MORE]), int(words[SLOT])
+        self.rollout, self.more_size, self.slot = bool(words[ROLLOUT]), int(words[MORE_SIZE]), int(words[SLOT])
 
     def full(self, more: bytes) -> RolloutReady:
         """Return the `RolloutReady` of this header and the pickled parts `more`."""
@@ -119,7 +119,7 @@ class ParentConnection(Protocol):
         """Queue a message, to be sent in order; `done` is called when its block may be reused."""
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
+        """Note that nothing follows, and wait until everything is sent, unless it is fetched from here."""
 
 
 class Weights(Protocol):
@@ -148,7 +148,7 @@ class LocalWeights(Weights):
 
 
 class WeightInbox(Weights):
-    """Holds the latest received weights until the worker loads them. One thread puts, another takes."""
+    """Holds the latest received weights until the worker loads them. Any thread may put; the worker's takes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

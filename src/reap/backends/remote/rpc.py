@@ -1,8 +1,8 @@
 """torch.distributed.rpc: workers reached by calls over TensorPipe. Orders are calls; messages are fetched one by one.
 
 A process has one RPC agent, so it can have one such collector at a time, and none if you have started RPC yourself.
-Agents on one machine communicate through shared memory and listen at no port; agents on several machines listen on the
-loopback interface alone and communicate through tunnels (see rpc_worker.py).
+Agents on one machine communicate through shared memory and, where the system has that, listen at no port; agents on
+several machines listen on the loopback interface alone and communicate through tunnels (see rpc_worker.py).
 
 Agents that join one RPC group depend on each other for good, and none can join later. So where workers may be replaced
 or dropped, each agent is a group of its own, and the collector's agent is introduced to each worker's as it starts.
@@ -32,7 +32,7 @@ from reap._system.temporary import TemporaryFolder
 from reap.backends.network.launchers import NodeSettings
 from reap.backends.network.loopback_store import loopback_store
 from reap.backends.remote.launched_transport import LaunchedTransport
-from reap.backends.remote.message_transport import MessageConnection, NetworkChild, SentWeights, connection_of
+from reap.backends.remote.message_transport import MessageConnection, NetworkChild, PublicationCount, connection_of
 from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.remote.rpc_worker import (
     COLLECTOR,
@@ -50,7 +50,7 @@ from reap.backends.remote.rpc_worker import (
     take_weights,
 )
 from reap.backends.worker_handle import WorkerHandle
-from reap.errors import UsageError, WorkerDied
+from reap.errors import UsageError
 
 THREADS = 2  # least threads of an agent: one waits for messages, another passes orders
 _SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
@@ -118,7 +118,9 @@ class _Members:
 class RPCConnection(MessageConnection):
     """The connection to one worker, by calls to its agent."""
 
-    def __init__(self, worker: WorkerHandle, sent: SentWeights, child: Any, wakeup: Wakeup, members: _Members) -> None:
+    def __init__(
+        self, worker: WorkerHandle, sent: PublicationCount, child: Any, wakeup: Wakeup, members: _Members
+    ) -> None:
         super().__init__(worker, sent)
         self.agent, self._wakeup, self._members = name(worker.index, worker.restarts), wakeup, members
         self.child = NetworkChild(child, self, lambda: None)
@@ -210,6 +212,7 @@ class TensorPipeTransport(LaunchedTransport):
         self._agent = {"rpc_timeout": 0, **agent}
         self._guarded: GuardedStore | None = None
         self._store: Any = None
+        self._folder: TemporaryFolder | None = None
         self._joined = False
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
@@ -284,7 +287,7 @@ class TensorPipeTransport(LaunchedTransport):
             self.wait_for_wakeup(_POLL)
             for worker, child in zip(workers, self._children.values()):
                 if child.gone():
-                    raise WorkerDied(str(child.death())).at(worker=worker.name)
+                    raise child.death().at(worker=worker.name)
 
     def cannot_restart(self) -> str | None:
         if torch_internals.can_introduce_rpc_agents():
@@ -316,5 +319,5 @@ class TensorPipeTransport(LaunchedTransport):
             self._guarded.close()
         if self._node_pool is not None:
             self._node_pool.close(DEADLINE)
-        if hasattr(self, "_folder"):
+        if self._folder is not None:
             self._folder.close()

@@ -6,8 +6,9 @@
 Where workers may be replaced or dropped, no agent may depend on another: each is an RPC group (world) of its own. The
 collector's agent is introduced to each as it starts, and sends weights to all of them itself.
 
-An agent checks no secret and executes any call. So on one machine it listens at no port, and otherwise on the loopback
-interface alone: other machines reach it through a listener, and it reaches their agents through tunnels.
+An agent checks no secret and executes any call. So on one machine it listens at no port, if the system has shared
+memory for that, and otherwise on the loopback interface alone: other machines reach it through a listener, and it
+reaches their agents through tunnels.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,9 +41,8 @@ _BRANCHES = 2  # number of agents to which each one sends weights
 _ADDRESSES = "addrs/"  # torch's key prefix in the store
 _NOWHERE = b"uv://127.0.0.1:1"  # the address given for an agent we never call
 
-_workers: list[MailboxWorker] = []  # the worker of this process, for the functions called in it
+_mailbox: Future[MailboxWorker] = Future()  # the worker of this process, for the functions called in it
 _below: list[str] = []  # agents to which this one forwards weights
-_built = threading.Event()  # set when the worker is in `_workers`
 
 
 def name(index: int, restarts: int = 0) -> str:
@@ -50,7 +51,10 @@ def name(index: int, restarts: int = 0) -> str:
 
 
 def address_key(agent: str, world: str | None = None) -> str:
-    """Return the key of an agent's address in the common store, as members of a `world` (default: its own) read it."""
+    """Return the key under which the members of a world find an agent's address in the common store.
+
+    Default: the agent's own world.
+    """
     return f"{world or agent}/{_ADDRESSES}{agent}"
 
 
@@ -159,8 +163,7 @@ class RPCWorld:
 
 def _run_worker(job: bytes, shared: LocalWeights | None = None) -> None:
     remote_worker = MailboxWorker(shared)
-    _workers.append(remote_worker)
-    _built.set()
+    _mailbox.set_result(remote_worker)
     remote_worker.run(job)  # in this thread, the main one: it is the one that handles signals
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is closed: a signal can interrupt no clean-up
     threading.Event().wait()  # the collector fetches the last message, then ends this process
@@ -193,19 +196,14 @@ def run_rpc_on_node(
 # ---- functions called over RPC ---------------------------------------------------------------------------------------
 
 
-def _worker() -> MailboxWorker:
-    _built.wait()
-    return _workers[0]
-
-
 def order(number: int, what: Order | None) -> None:
     """Deliver the order with this number."""
-    _worker().order(number, what)
+    _mailbox.result().order(number, what)
 
 
 def message() -> tuple[Tensor, Tensor | None, bytes] | None:
     """Wait for the next message and return it; None: there are no more."""
-    found = _worker().message()
+    found = _mailbox.result().message()
     if found is None:
         return None
     header, block, more = found
@@ -216,7 +214,7 @@ def take_weights(packed: Tensor) -> None:
     """Store new weights, and forward them to the workers below this one."""
     for agent in _below:
         send(agent, take_weights, packed)
-    _worker().take_weights(packed.numpy())
+    _mailbox.result().take_weights(packed.numpy())
 
 
 def send(agent: str, call: Callable[..., Any], *arguments: Any) -> Any:

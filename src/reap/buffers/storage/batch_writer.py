@@ -14,11 +14,11 @@ from torch import Tensor
 
 from reap.buffers.storage.buffer_files import BufferFiles
 from reap.buffers.storage.episode_index import Cuts, Marker
-from reap.buffers.storage.rows import Array, as_array, storable
+from reap.buffers.storage.rows import Array, storable
+from reap.core.slot import MASK
 from reap.errors import SpecMismatch, UsageError, WrongArgument
-from reap.spec import Key, Leaf, as_key, show
+from reap.spec import Key, Leaf, as_array, as_key, show
 
-MASK: Key = ("collector", "mask")
 PLAIN: Key = ("_plain",)  # the column of a buffer that holds bare tensors
 
 

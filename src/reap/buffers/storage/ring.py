@@ -42,7 +42,7 @@ class Ring:
     def __init__(self, book: Array, lock: FileLock, capacity: int) -> None:
         self.lock, self.capacity = lock, capacity
         self.words = book[:HEADER].view(np.int64)
-        self._look = self.words.data  # indexing it gives Python ints, at a third of NumPy's cost
+        self._ints = self.words.data  # indexing it gives Python ints, at a third of NumPy's cost
         self.marks = book[HEADER : HEADER + capacity]
         self._entries, self._writers = np.split(self.words[_FROM:].reshape(_ENTRIES, 4), 2, axis=1)
         self.worker: int | None = None  # the number of this worker process, if known
@@ -143,27 +143,27 @@ class Ring:
 
     def window(self) -> tuple[int, int]:
         """Return the positions [low, high) that may be read; holes may be among them."""
-        look = self._look
-        high, head = look[FRONTIER], look[HEAD]  # in this order: never includes uncommitted rows
-        while high < head - self.capacity and look[FRONTIER] != high:  # a whole lap passed between the two reads
-            high, head = look[FRONTIER], look[HEAD]
+        ints = self._ints
+        high, head = ints[FRONTIER], ints[HEAD]  # in this order: never includes uncommitted rows
+        while high < head - self.capacity and ints[FRONTIER] != high:  # a whole lap passed between the two reads
+            high, head = ints[FRONTIER], ints[HEAD]
         if high < head:
             if self._last_gap == (high, head):  # nothing moved since the last call: is the writer dead?
                 with self.lock.locked():
                     self._clear_dead_writers()
-                    high, head = look[FRONTIER], look[HEAD]  # locked: no lap passes in between
+                    high, head = ints[FRONTIER], ints[HEAD]  # locked: no lap passes in between
             self._last_gap = high, head
-        low = max(look[BASE], head - self.capacity)
+        low = max(ints[BASE], head - self.capacity)
         return low, max(low, high)
 
     @property
     def low(self) -> int:
         """The lowest position that is not being overwritten."""
-        return max(self._look[BASE], self._look[HEAD] - self.capacity)
+        return max(self._ints[BASE], self._ints[HEAD] - self.capacity)
 
     def holes(self, low: int) -> bool:
         """Return whether there may be holes at or above this position."""
-        return self._look[HOLES] > low
+        return self._ints[HOLES] > low
 
     def marks_of(self, low: int, high: int) -> Array:
         """Return the marks of positions [low, high)."""

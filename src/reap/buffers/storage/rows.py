@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from reap._foreign import tensordict_internals
-from reap.spec import Key, Leaf, numpy_dtype
+from reap.spec import Key, Leaf, as_tensor, numpy_dtype
 
 _ALIGN = 64
 _WIDE = 256  # bytes of one value above which a second copy, out of the record, costs more than a cache miss
@@ -32,7 +32,7 @@ class RowLayout:
 
     def __init__(self, columns: Mapping[Key, Leaf], capacity: int) -> None:
         self.columns, self.capacity = dict(columns), capacity
-        size = {key: _nbytes(leaf) for key, leaf in columns.items()}
+        size = {key: leaf.nbytes for key, leaf in columns.items()}
         self.wide = [key for key in columns if not 0 < size[key] < _WIDE]
         # Leaves of one dtype and shape lie together: one copy takes all of them out of the record.
         kinds: dict[tuple[np.dtype[Any], tuple[int, ...]], list[Key]] = {}
@@ -65,7 +65,7 @@ class Rows:
         self._wide = {}
         for key, start in layout.offsets.items():
             leaf = layout.columns[key]
-            raw = block[start : start + _nbytes(leaf) * capacity]
+            raw = block[start : start + leaf.nbytes * capacity]
             self._wide[key] = raw.view(numpy_dtype(leaf.dtype)).reshape(capacity, *leaf.shape)
         fields = self._record.view(layout.record)
         narrow = {key: fields[name][:, i] for name, keys in layout.narrow.items() for i, key in enumerate(keys)}
@@ -89,10 +89,10 @@ class Rows:
             kind.part(taken, count, found)
         elsewhere = elsewhere or {}
         for key, column in self._wide.items():
-            found[key] = _tensor(column.take(elsewhere.get(key, rows), axis=0), self.layout.columns[key].dtype)
+            found[key] = as_tensor(column.take(elsewhere.get(key, rows), axis=0), self.layout.columns[key].dtype)
         for key, others in elsewhere.items():
             if key not in self._wide:
-                found[key] = _tensor(self._columns[key][others], self.layout.columns[key].dtype)
+                found[key] = as_tensor(self._columns[key][others], self.layout.columns[key].dtype)
         return found
 
 
@@ -102,7 +102,7 @@ class _Kind:
     def __init__(self, layout: RowLayout, name: str, keys: list[Key]) -> None:
         leaf = layout.columns[keys[0]]
         self._keys, self._shape, self._torch = keys, leaf.shape, leaf.dtype
-        self._dtype, self._size = numpy_dtype(leaf.dtype), _nbytes(leaf)
+        self._dtype, self._size = numpy_dtype(leaf.dtype), leaf.nbytes
         self._opaque = np.dtype(f"V{self._size}")  # copied as one item, not number by number
         assert layout.record.fields is not None
         self._at, self._steps = layout.record.fields[name][1], (self._size, layout.record.itemsize)
@@ -110,13 +110,13 @@ class _Kind:
     def part(self, taken: Array, count: int, found: dict[Key, Any]) -> None:
         """Copy each leaf out of `count` records into a tensor in `found`."""
         if not count:
-            found.update({key: _tensor(np.empty((0, *self._shape), self._dtype), self._torch) for key in self._keys})
+            found.update({key: as_tensor(np.empty((0, *self._shape), self._dtype), self._torch) for key in self._keys})
             return
         block = np.ndarray((len(self._keys), count), self._opaque, taken, self._at, self._steps).copy()
         shape, at = (count, *self._shape), 0
         for key in self._keys:
             # Each part becomes a tensor of its own: views of one tensor would share a version counter.
-            found[key] = _tensor(np.ndarray(shape, self._dtype, block, at), self._torch)
+            found[key] = as_tensor(np.ndarray(shape, self._dtype, block, at), self._torch)
             at += self._size * count
 
 
@@ -152,12 +152,6 @@ def _tree(keys: tuple[Key, ...]) -> tuple[list[tuple[int, str]], list[list[str]]
     return places, names, nests[::-1]
 
 
-def as_array(value: Tensor) -> Array:
-    """Return a tensor as a NumPy array; bfloat16 as int16 with the same bytes."""
-    value = value.detach().cpu()
-    return value.view(torch.int16).numpy() if value.dtype is torch.bfloat16 else value.numpy()
-
-
 def storable(dtype: torch.dtype) -> bool:
     """Return whether rows can hold values of this dtype."""
     try:
@@ -165,12 +159,3 @@ def storable(dtype: torch.dtype) -> bool:
     except KeyError:
         return False
     return True
-
-
-def _tensor(array: Array, dtype: torch.dtype | None) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if dtype is torch.bfloat16 else tensor
-
-
-def _nbytes(leaf: Leaf) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize

@@ -1,7 +1,8 @@
 """`collector_kwargs`: options for all workers or, as a list, for each one, merged with the collector's own options.
 
 As with TorchRL, an option given to the collector itself overrides the same one in `collector_kwargs`. For hooks,
-`trust_policy` and `trajs_per_batch` it is the other way round, and two `postproc`s are called one after the other.
+`trust_policy`, `no_cuda_sync` and `trajs_per_batch` it is the other way round, and two `postproc`s are called one after
+the other.
 """
 
 from __future__ import annotations

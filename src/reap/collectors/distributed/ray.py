@@ -7,9 +7,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
-from reap._system.messages.pickling import dumps
 from reap.arguments import mapping, whole
 from reap.backends.remote.message_transport import connection_of
 from reap.backends.remote.ray import RayActorTransport, RayConnection
@@ -50,15 +49,8 @@ class _RayPlacement(RemotePlacement):
         """Return whether actors write to the buffer themselves: whether the buffer is an actor too."""
         return getattr(buffer, "service_backend", None) == "ray"
 
-    def writer(self, options: Options) -> Any:
-        if not self.workers_write(options.replay_buffer):
-            return None
-        if options.max_lag is not None:
-            raise UsageError("max_lag cannot drop rollouts that workers write to the buffer themselves; leave it out")
-        writing = WriteOptions.of(options)
-        maker = functools.partial(Writer, writing, options.replay_buffer.client())
-        dumps(maker, "what writes to the replay buffer", writing.user_code)  # only to fail early: the job carries it
-        return maker
+    def _writer_maker(self, writing: WriteOptions, options: Options) -> tuple[Any, Mapping[str, Any]]:
+        return functools.partial(Writer, writing, options.replay_buffer.client()), {}
 
 
 @FarCollector.register
@@ -83,13 +75,6 @@ class RayCollector(MultiCollector):
 
     _placement: _RayPlacement
     pause = FarCollector.pause
-
-    def __new__(
-        cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
-    ) -> Self:
-        if cls is RayCollector:
-            return object.__new__(RaySyncCollector if sync is True else RayAsyncCollector)  # type: ignore[return-value]
-        return object.__new__(cls)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[RayCollectorOptions]) -> None:
         options: dict[str, Any] = {**keywords}
@@ -230,6 +215,9 @@ class RayAsyncCollector(RayCollector):
     """Collects with Ray actors that continue while you learn: a batch is one actor's rollout. See `RayCollector`."""
 
     _sync = False
+
+
+RayCollector._by_sync = RaySyncCollector, RayAsyncCollector
 
 
 def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> list[Mapping[str, Any]]:

@@ -13,8 +13,6 @@ current step.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import threading
 import time
 import weakref
@@ -23,13 +21,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from reap._system.forks import guard
 from reap._system.interrupts import Interrupts
-from reap._system.threads import CTRL_C, join
+from reap._system.threads import CTRL_C, join, stop_at_exit
 from reap.backends.base import Halted
 from reap.backends.local.pauses import AGAIN, Paused, Pauses
 from reap.core.capture.generator_state import use_own_generator
-from reap.errors import NotReady, WorkerRaised, WorkerSilent
+from reap.errors import NotReady, WorkerRaised
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.002  # between checks whether the buffer's limiter lets us write: other processes may sample
@@ -69,9 +66,6 @@ class Runner(Protocol):
         """Call `work` between two batches, and return its result."""
 
 
-_threads: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
-
-
 class ThreadRunner:
     """Calls `turn` in a thread until it returns False. The thread does not keep the collector alive."""
 
@@ -85,16 +79,9 @@ class ThreadRunner:
         self._failure: Exception | None = None
         self.error_raised = False
         self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
-        guard(self)
-
-    def in_fork(self, why: str) -> None:
-        """Forget the runner: a forked process has no such thread, so there is nothing to stop."""
-        _threads.discard(self)
 
     def start(self) -> None:
-        atexit.unregister(_stop_all)  # so that it is registered only once
-        atexit.register(_stop_all)  # at exit, Python would cut off a daemon thread in the middle of native code
-        _threads.add(self)
+        stop_at_exit(self)
         self._thread.start()
 
     def _run(self) -> None:
@@ -204,9 +191,3 @@ def ended_by(cause: BaseException, who: str) -> WorkerRaised:
     error = WorkerRaised(f"{who} was ended by {cause!r}")
     error.__cause__ = cause
     return error
-
-
-def _stop_all() -> None:
-    for runner in list(_threads):
-        with contextlib.suppress(WorkerSilent):
-            runner.stop(1.0)

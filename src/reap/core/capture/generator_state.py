@@ -11,6 +11,7 @@ new numbers, and code that draws cannot be compared with its replay.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,3 +48,21 @@ def same_position(one: Tensor | None, other: Tensor | None) -> bool:
 def probe_generator(seed: float = 0) -> torch.Generator:
     """Return a separate generator for making up probe inputs, from which nothing else draws."""
     return torch.Generator().manual_seed(round(10 * seed))
+
+
+def varied(
+    values: Sequence[Tensor], by: float, other: Callable[[Tensor, float, torch.Generator], Tensor]
+) -> list[Tensor]:
+    """Return probe inputs: other values of the same shapes and dtypes, on which replay and original must agree.
+
+    `other(value, by, generator)` makes those that are neither floating-point numbers nor bytes.
+    """
+    found, chance = [], probe_generator(by)
+    for value in values:
+        if value.dtype.is_floating_point:
+            found.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
+        elif value.dtype is torch.uint8:
+            found.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
+        else:
+            found.append(other(value, by, chance))
+    return found

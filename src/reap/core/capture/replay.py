@@ -181,14 +181,14 @@ class Captured:
         wanted = [Wanted(at, as_array=self._arrays) for at in self._outputs] + [Wanted(d.at) for d in self.checks]
         return prologue, self._source(self._tensors, outside).function(self._body, self.used, wanted)
 
-    def bind(self, *, look: bool = True) -> bool:
+    def bind(self, *, check: bool = True) -> bool:
         """Compute what depends on parameters alone; return False if something the recording relied on has changed.
 
-        Without `look`, attributes, hooks and the like are not checked again: this rollout has done that before.
+        Without `check`, attributes, hooks and the like are not checked again: this rollout has done that before.
         """
-        if look and (self._settings != _settings() or not self._fingerprint.holds()):
+        if check and (self._settings != _settings() or not self._fingerprint.holds()):
             return False
-        if look and _layouts(self._outside.values()) != self._layouts:
+        if check and _layouts(self._outside.values()) != self._layouts:
             return False
         with torch.no_grad():
             values = self._prepare()()

@@ -67,7 +67,7 @@ def _large(layout: Layout) -> dict[Key, Leaf]:
     for key, leaf in layout.columns.items():
         if leaf.loose or leaf.once or key in layout.look.hidden:
             continue
-        if rows * int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize >= LARGE:
+        if rows * leaf.nbytes >= LARGE:
             found[key] = leaf
     return found
 

@@ -50,7 +50,7 @@ class PolicyContext:
 
     spec: EnvSpec
     columns: Mapping[Key, Any]  # one real value of every column the policy may read, in the shape it will see
-    kind: InteractionType | None  # the exploration type
+    exploration: InteractionType | None
     carry: Sequence[Key] = ()  # recurrent state that the policy gives a first value; the env does so for `spec.primed`
     device: torch.device | None = None  # the device the policy computes on, if not the one its rows are on
     shown: torch.device | None = None  # the `device` of the TensorDicts made for the policy
@@ -102,7 +102,7 @@ def _random_actions(policy: Any, context: PolicyContext) -> Policy | None:
 
 def _flat_program(policy: Any, context: PolicyContext) -> Policy | None:
     """Return TensorDictModules as a flat list of tensor operations, if that is possible and all they read is there."""
-    program = flatten(policy, context.kind) if isinstance(policy, TensorDictModuleBase) else None
+    program = flatten(policy, context.exploration) if isinstance(policy, TensorDictModuleBase) else None
     if program is None or not context.columns.keys() - context.loose.keys() >= {*program.inputs}:
         return None
     try:
@@ -144,7 +144,7 @@ def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
         )
     taken = match(policy, context.observation, context.spec.side, context.carry)
     call = policy if context.compile is None else torch.compile(policy, **context.compile)
-    call = bind_exploration(policy, context.kind, call, taken)
+    call = bind_exploration(policy, context.exploration, call, taken)
     made = CallPolicy(call, taken, list(context.spec.action), context.carry, context.device, context.out_keys)
     return _probed(made, policy, context)
 
@@ -173,7 +173,7 @@ def _called_on_tensordict(policy: Any, context: PolicyContext) -> Policy:
     if context.compile is not None:
         whole.call = torch.compile(policy, **context.compile)
     if not isinstance(policy, TensorDictModuleBase) and not hasattr(policy, "out_keys"):
-        whole.call = bind_exploration(policy, context.kind, whole.call)
+        whole.call = bind_exploration(policy, context.exploration, whole.call)
     return _probed(whole, policy, context)
 
 
@@ -213,7 +213,7 @@ T = TypeVar("T", bound=TensorPolicy)
 
 def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     """Return `candidate`, the form `policy` took, after one call on a first observation that fixes its outputs."""
-    columns, size, kind = context.columns, context.spec.size, context.kind
+    columns, size, exploration = context.columns, context.spec.size, context.exploration
     absent = [key for key in candidate.inputs if key not in columns]
     if absent:
         raise _missing(absent, columns)
@@ -221,7 +221,7 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     optional = _missing_inputs(policy, columns)
     before, shapes = attributes(policy), {leaf.shape for leaf in context.spec.observation.values()}
     try:
-        with untouched(policy), torch.no_grad(), exploring(kind):
+        with untouched(policy), torch.no_grad(), exploring(exploration):
             candidate.probe(tuple(first), size)
             kept = assigned(policy, before, size, shapes)
     except (ReapError, NotFlat):
@@ -239,10 +239,11 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
             f"returns its new value (docs/policies.md, Memory)",
             PolicyWarning,
         )
-    if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _varies_by_seed(policy, candidate, first, context):
+    drawn = type(policy).__name__ == "RandomPolicy"
+    if exploration in FIXED and not drawn and _varies_by_seed(policy, candidate, first, context):
         warn(
-            f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
-            f"itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which then "
+            f"exploration_type is {exploration.name}, but the policy's action changes with the random seed: it samples "
+            f"by itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which then "
             f"receives True; or read tensordict.nn.probabilistic.interaction_type() before sampling, sample in a "
             f"ProbabilisticTensorDictModule, or call eval()",
             PolicyWarning,
@@ -306,7 +307,7 @@ def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception
 def _run(candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext, seed: int) -> dict[Key, Any]:
     """Return what the policy writes for a first observation, after seeding the random generators with `seed`."""
     inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)
-    with torch.no_grad(), exploring(context.kind):
+    with torch.no_grad(), exploring(context.exploration):
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)

@@ -16,7 +16,7 @@ import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from reap.core.capture.generator_state import position, probe_generator, restore_generator
+from reap.core.capture.generator_state import position, restore_generator, varied
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in, undisturbed
 from reap.core.capture.replay import Captured, Halves
@@ -46,10 +46,10 @@ class CapturedPolicy(SubstitutePolicy):
         plain: CallPolicy | TensorDictPolicy,
         model: nn.Module,
         first: Sequence[Tensor],
-        kind: InteractionType | None,
+        exploration: InteractionType | None,
     ) -> None:
         super().__init__(plain, plain.inputs, plain.device)
-        self._model, self._first, self._kind = model, list(first), kind
+        self._model, self._first, self._exploration = model, list(first), exploration
         self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
@@ -82,7 +82,7 @@ class CapturedPolicy(SubstitutePolicy):
     def _capture(self) -> bool:
         """Record the module in its current state; return False if that fails and it must be called."""
         try:
-            with untouched(self._model), torch.no_grad(), exploring(self._kind):
+            with untouched(self._model), torch.no_grad(), exploring(self._exploration):
                 self._captures.append(self._recorded())
         except NotCaptured as reason:
             self.why = str(reason)
@@ -93,7 +93,7 @@ class CapturedPolicy(SubstitutePolicy):
         return self.why is None
 
     def _recorded(self) -> tuple[Captured, list[Key]]:
-        plain, probes = self._plain, [self._first, *(varied(self._first, by) for by in (0.1, 1, 3))]
+        plain, probes = self._plain, [self._first, *(varied(self._first, by, _permuted) for by in (0.1, 1, 3))]
         if isinstance(plain, CallPolicy):
             return Captured([self._model], lambda *inputs: plain.forward(inputs), probes), []
         size, columns = plain._size, len(self._first)
@@ -233,20 +233,12 @@ def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
     return True
 
 
-def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:
-    """Return other values of the same shapes and dtypes, on which the replay must do the same as the module."""
-    found, chance = [], probe_generator(by)
-    for value in values:
-        if value.dtype.is_floating_point:
-            found.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
-        elif value.dtype is torch.uint8:
-            found.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
-        else:  # permute the numbers: an index stays in range, and one lane's one-hot choice stays one-hot
-            found.append(value.reshape(-1)[torch.randperm(value.numel(), generator=chance)].reshape(value.shape))
-    return found
+def _permuted(value: Tensor, by: float, chance: torch.Generator) -> Tensor:
+    """Return the same numbers at other places: an index stays in range, and one lane's one-hot choice stays one-hot."""
+    return value.reshape(-1)[torch.randperm(value.numel(), generator=chance)].reshape(value.shape)
 
 
-def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: InteractionType | None) -> Any:
+def captured(policy: Any, model: Any, columns: Mapping[Key, Any], exploration: InteractionType | None) -> Any:
     """Return a policy that replays the torch calls of `model`, or `policy` itself if they cannot be captured."""
     if not isinstance(model, nn.Module):
         return policy
@@ -262,7 +254,7 @@ def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: Interact
         return policy
     why = why_not(model)
     if why is None:
-        made = CapturedPolicy(plain, model, [value.clone() for value in first], kind)
+        made = CapturedPolicy(plain, model, [value.clone() for value in first], exploration)
         if made.captured:
             return made
         why = made.why

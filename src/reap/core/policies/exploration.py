@@ -31,7 +31,7 @@ _SHARED = object()  # marks a thread that has no type of its own
 class _Own(threading.local):
     """Holds a thread's own exploration type, if it has one."""
 
-    kind: Any = _SHARED
+    exploration: Any = _SHARED
 
     def __init__(self) -> None:
         self.key = object()
@@ -49,38 +49,38 @@ class _ThreadAware:
         renew(self, lock=threading.Lock, inside=dict)
 
     def get_mode(self) -> Any:
-        kind = _own.kind
-        return tensordict_internals.shared_interaction_type.get_mode() if kind is _SHARED else kind
+        own = _own.exploration
+        return tensordict_internals.shared_interaction_type.get_mode() if own is _SHARED else own
 
     def set_mode(self, type: Any) -> None:
-        if _own.kind is _SHARED:
+        if _own.exploration is _SHARED:
             tensordict_internals.shared_interaction_type.set_mode(type)
         else:
-            _own.kind = type
+            _own.exploration = type
 
 
 _aware = _ThreadAware()
 
 
 @contextlib.contextmanager
-def exploring(kind: InteractionType | None) -> Iterator[None]:
-    """Set the exploration type to `kind` for this thread, inside the block."""
+def exploring(exploration: InteractionType | None) -> Iterator[None]:
+    """Set the exploration type for this thread, inside the block."""
     shared = tensordict_internals.shared_interaction_type
     if shared is None:
-        with set_interaction_type(kind):
+        with set_interaction_type(exploration):
             yield
         return
     variables, place = tensordict_internals.interaction_variables, tensordict_internals.INTERACTION_TYPE
-    before = _own.kind
+    before = _own.exploration
     try:
         if before is _SHARED:
             with _aware.lock:  # else a thread that leaves could put the variable back just after this one enters
                 _aware.inside[_own.key] = None
                 variables[place] = _aware
-        _own.kind = kind
+        _own.exploration = exploration
         yield
     finally:
-        _own.kind = before
+        _own.exploration = before
         if before is _SHARED:
             with _aware.lock:
                 if _own.key in _aware.inside:  # not if an interrupt came before it was added

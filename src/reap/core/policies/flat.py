@@ -78,8 +78,8 @@ def _is_sampler(m: nn.Module) -> bool:
 class Program:
     """Calls on a list of registers: the inputs come first, then one register for every value a module writes."""
 
-    def __init__(self, policy: nn.Module, kind: InteractionType | None) -> None:
-        self.policy, self.kind = policy, kind
+    def __init__(self, policy: nn.Module, exploration: InteractionType | None) -> None:
+        self.policy, self.exploration = policy, exploration
         self.inputs: list[Key] = []
         self.outputs: list[Key] = []
         self.written: list[Key] = []
@@ -114,16 +114,17 @@ class Program:
             registers += len(writes)
             at.update(zip(writes, targets))
             later = {as_key(key) for follower in leaves[i + 1 :] for key in (*_reads(follower), *_writes(follower))}
-            deferred = None if later.intersection(writes) else _deferred(m, self.kind)
+            deferred = None if later.intersection(writes) else _deferred(m, self.exploration)
             rewritten = {as_key(key) for follower in leaves[i + 1 :] for key in _writes(follower)}
             if deferred is not None and not rewritten.intersection(deferred.reads):
                 self.deferred[writes[-1]] = deferred
                 targets = targets[:1]
             if _is_sampler(m):
-                self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(_known_distribution(m, self.kind)[0], ())))
+                family, _ = _known_distribution(m, self.exploration)
+                self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(family, ())))
             elif _known_layers(m) is None:
                 self.opaque = True
-            self.ops.append(_compile(m, sources, targets, self.kind))
+            self.ops.append(_compile(m, sources, targets, self.exploration))
         self.blank = [None] * (registers - len(self.inputs))
         self.outputs = [key for key in written if not private(key)]
         self.written = [key for key in self.outputs if key not in self.deferred]
@@ -138,11 +139,11 @@ class Program:
         return tuple([regs[i] for i in self.taken])
 
 
-def flatten(policy: Any, kind: InteractionType | None) -> Program | None:
+def flatten(policy: Any, exploration: InteractionType | None) -> Program | None:
     """Return the policy as a program, or None if it must be called as a module."""
     if not isinstance(policy, nn.Module):
         return None
-    program = Program(policy, kind)
+    program = Program(policy, exploration)
     return program if program.bind() else None
 
 
@@ -188,9 +189,9 @@ def _known_layers(m: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]]
     return layers if layers is not None and all(call in ours for call, _ in layers) else None
 
 
-def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
+def _compile(m: Any, sources: list[int], targets: list[int], exploration: InteractionType | None) -> Op:
     if _is_sampler(m):
-        return _sampler(m, sources, targets, kind)
+        return _sampler(m, sources, targets, exploration)
     call = m.module if m.method is None else getattr(m.module, m.method)
     layers = _layers(call)
     if len(targets) == 1:
@@ -264,34 +265,35 @@ def _is_mlp(module: nn.Module) -> bool:
     return ours and torchrl_internals.is_a_sequence(module)
 
 
-def _known_distribution(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]:
-    """Return which distribution is sampled and how, if this file has code for both; (None, kind) otherwise."""
+def _known_distribution(m: Any, exploration: InteractionType | None) -> tuple[Any, InteractionType]:
+    """Return which distribution is sampled and how, if this file has code for both; (None, exploration) otherwise."""
     family = m.distribution_class
     names = [k[-1] if isinstance(k, tuple) else k for k in m.dist_keys]
-    kind = m.default_interaction_type if kind is None else kind
+    exploration = m.default_interaction_type if exploration is None else exploration
     known = {distributions.Categorical: ["logits"], distributions.Normal: ["loc", "scale"]}.get(family)
     if m.distribution_kwargs or known != names:
-        return None, kind
-    asked = DETERMINISTIC_REGISTER.get(family, kind) if kind is InteractionType.DETERMINISTIC else kind
+        return None, exploration
+    fixed = exploration is InteractionType.DETERMINISTIC
+    asked = DETERMINISTIC_REGISTER.get(family, exploration) if fixed else exploration
     exact = {InteractionType.RANDOM, InteractionType.MODE}
     if family is distributions.Normal:
         exact.add(InteractionType.MEAN)
-    return (family, asked) if asked in exact else (None, kind)
+    return (family, asked) if asked in exact else (None, exploration)
 
 
-def _deferred(m: Any, kind: InteractionType | None) -> Deferred | None:
+def _deferred(m: Any, exploration: InteractionType | None) -> Deferred | None:
     """Return how a module's log-probabilities are computed from its columns, if they can be."""
     if not _is_sampler(m) or not m.return_log_prob:
         return None
-    family, _ = _known_distribution(m, kind)
+    family, _ = _known_distribution(m, exploration)
     reads = tuple(as_key(key) for key in (*m.in_keys, *m.dist_sample_keys))
     if family is distributions.Categorical:
         return Deferred(reads, _categorical_log_prob)
     return Deferred(reads, _normal_log_prob) if family is distributions.Normal else None
 
 
-def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
-    family, asked = _known_distribution(m, kind)
+def _sampler(m: Any, sources: list[int], targets: list[int], exploration: InteractionType | None) -> Op:
+    family, asked = _known_distribution(m, exploration)
     random = asked is InteractionType.RANDOM
     if len(targets) == 1 and family is distributions.Categorical:
         return _categorical(sources[0], targets[0], random)

@@ -19,16 +19,18 @@ EXPLORATION = ("deterministic", "exploration_type")  # parameters that say how t
 _AGENT_KEYS = ("done", "terminated", "truncated", "mask")  # keys that a group of agents has beside its observations
 
 
-def exploration_keywords(policy: Any, kind: InteractionType | None) -> dict[str, Any]:
+def exploration_keywords(policy: Any, exploration: InteractionType | None) -> dict[str, Any]:
     """Return the keyword arguments that tell a callable how to explore, for those parameters that it has."""
     named = {p.name for p in _parameters(policy) or () if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {name: value for name, value in zip(EXPLORATION, (kind in FIXED, kind)) if name in named}
+    return {name: value for name, value in zip(EXPLORATION, (exploration in FIXED, exploration)) if name in named}
 
 
-def bind_exploration(policy: Any, kind: InteractionType | None, call: Any = None, reads: Sequence[Key] = ()) -> Any:
+def bind_exploration(
+    policy: Any, exploration: InteractionType | None, call: Any = None, reads: Sequence[Key] = ()
+) -> Any:
     """Return `policy`, or `call` in its place, with the exploration type bound to the parameters it has for that."""
     call, seen = policy if call is None else call, {key[-1] for key in reads}
-    keywords = {name: value for name, value in exploration_keywords(policy, kind).items() if name not in seen}
+    keywords = {name: value for name, value in exploration_keywords(policy, exploration).items() if name not in seen}
     return functools.partial(call, **keywords) if keywords else call
 
 

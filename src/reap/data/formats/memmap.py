@@ -18,6 +18,7 @@ from reap.core.assemble import tree_of
 from reap.data.columns import Arrays, Column
 from reap.data.formats.base import Spaces, bounds, columns_in, lengths_of
 from reap.errors import CorruptState
+from reap.spec import as_array
 
 _ABOUT = "reap.json"
 
@@ -77,7 +78,7 @@ class MemmapReader:
 
 def _numpy(values: torch.Tensor) -> np.ndarray[Any, Any]:
     plain = torch.Tensor(values) if values.dtype is torch.float32 else values.as_subclass(torch.Tensor)
-    return (plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain).numpy()
+    return as_array(plain)
 
 
 def _place(path: Path, column: Column) -> Path:

@@ -217,7 +217,7 @@ class ProcessLanes(Env):
 
     def slot_number(self, what: int) -> int:
         """Return the number of the shared slot for an order; a reset needs no slot."""
-        return 0 if what == RESET else self._shared_slot().slot_number or 0
+        return 0 if what == RESET else self._shared_slot().number_in_env or 0
 
     def _settle(self, process: EnvProcess) -> None:
         """Wait until a child has carried out all orders of a step that Ctrl-C interrupted.
@@ -294,9 +294,9 @@ class ProcessLanes(Env):
             block = self._slots.map(self._end)[start : start + layout.nbytes]
         slot = Slot(layout, index, layout.arrays(block))
         slot.block = block
-        slot.slot_number, self._slot_count = self._slot_count, self._slot_count + 1
+        slot.number_in_env, self._slot_count = self._slot_count, self._slot_count + 1
         bare = Layout(_without_spaces(layout.columns), layout.steps, layout.lanes, batched=True)
-        known = slot.slot_number, bare, start, self._end
+        known = slot.number_in_env, bare, start, self._end
         self._announced.append(known)
         self._call_all("slot", *known)
         return slot

@@ -6,9 +6,9 @@
 
 The first step is TorchRL's own. Then `step`, with the innermost env's step as a foreign call in it, is captured (see
 core/capture/recorder.py): the same torch calls on the transforms' own tensors give the same numbers, and
-`env.transform[0]` and its `state_dict` show statistics as before. TorchRL resets the lanes whose episode ended; once
-the same lanes have ended together `_RESETS` times, their reset is recorded and replayed as well, unless a transform
-resets in Python (`_RESET_IN_PYTHON`).
+`env.transform[0]` and its `state_dict` show statistics as before. TorchRL resets the lanes whose episode ended. After
+`_RESETS` resets of some lanes of a single base, or with several bases of the same set of lanes, that reset is recorded
+and replayed as well, unless a transform resets in Python (`_RESET_IN_PYTHON`).
 
 Only some of TorchRL's own transforms are captured (`TRANSFORMS`). An env with a subclass of one, or with a transform of
 the user's, is left to TorchRL's step. A transform that is changed between two rollouts is recorded again.
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from reap._foreign import torchrl_internals
 from reap._system.shared_objects.semaphores import release_held
-from reap.core.capture.generator_state import position, probe_generator, restore_generator
+from reap.core.capture.generator_state import position, restore_generator, varied
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows
@@ -47,7 +47,7 @@ from reap.spec import Key, Leaf, as_key
 
 Array = np.ndarray[Any, Any]
 
-_RESETS = 4  # how often the same lanes end together before their reset is recorded
+_RESETS = 4  # resets that TorchRL makes before one is recorded: of some lanes, with several bases of the same lanes
 _PATTERNS = 64  # how many sets of lanes are counted and recorded separately
 # A row for the lanes to write, its arrays, and the function that steps them.
 PreparedRow = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]
@@ -355,7 +355,7 @@ class CapturedRows(TorchRLRows):
         self._rollouts += 1
         if self._lives_of:
             for ask in self._lives_of.values():
-                ask.look()
+                ask.resolve()
         if self._captured is None:
             return
         if (
@@ -516,7 +516,7 @@ class CapturedRows(TorchRLRows):
         anew = reset.bound != self._rollouts
         if anew:
             reset.begin()
-        if not reset.captured.bind(look=anew):
+        if not reset.captured.bind(check=anew):
             self._one_recording = not other  # where the mask was changed, that is taken for the reason
             return False
         reset.bound = self._rollouts
@@ -562,7 +562,7 @@ class CapturedRows(TorchRLRows):
             for transform in transforms:
                 stack.enter_context(untouched(transform))
             try:
-                probes = [first, *(_varied(first, by) for by in (1, 2, 3))]
+                probes = [first, *(varied(first, by, _other_choice) for by in (1, 2, 3))]
                 return Captured(transforms, call, probes, writes=True, arrays=True)
             finally:
                 for base in self._bases:
@@ -663,9 +663,9 @@ class _Lives:
 
     def __init__(self, part: Any) -> None:
         self._part = part
-        self.look()
+        self.resolve()
 
-    def look(self) -> None:
+    def resolve(self) -> None:
         """Find the game, if the env is a single Gymnasium env."""
         (first, *self._names), base = self._part.eol_attribute, self._part.parent.base_env
         self._game = None
@@ -699,16 +699,8 @@ def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Ite
             del base.env.__dict__[verb]
 
 
-def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
-    """Return other values of the same kinds, for which step and replay must agree, too."""
-    varied, chance = [], probe_generator(by)
-    for value in values:
-        if value.dtype is torch.bool:
-            varied.append(torch.rand(value.shape, generator=chance) < 0.5)
-        elif value.dtype.is_floating_point:
-            varied.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
-        elif value.dtype is torch.uint8:
-            varied.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
-        else:  # a one-hot action stays one
-            varied.append(value + by if value.numel() and int(value.max()) > 1 else value.clone())
-    return varied
+def _other_choice(value: Tensor, by: float, chance: torch.Generator) -> Tensor:
+    """Return other flags or whole numbers; a one-hot action stays as it is."""
+    if value.dtype is torch.bool:
+        return torch.rand(value.shape, generator=chance) < 0.5
+    return value + int(by) if value.numel() and int(value.max()) > 1 else value.clone()

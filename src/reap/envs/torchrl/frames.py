@@ -69,7 +69,7 @@ class TorchRLFrames(TorchRLEnv):
     def draw(self, row: Row) -> None:
         self.root = self.env.rand_action(self.root)
 
-    def make_policy(self, model: Any, kind: Any, device: Any) -> FramePolicy | None:
+    def make_policy(self, model: Any, exploration: Any, device: Any) -> FramePolicy | None:
         if model is None or isinstance(model, RandomPolicy):
             return None
         lost = [key for key in carry_of(model) if key not in self.spec.primed]
@@ -79,10 +79,10 @@ class TorchRLFrames(TorchRLEnv):
         if not isinstance(model, TensorDictModuleBase) and not takes_tensordict(model):
             keys = [as_key(key) for key in self.env.observation_spec.keys(True, True)]
             call = _on_columns(
-                bind_exploration(model, kind), match(model, keys), [as_key(key) for key in self.env.action_keys]
+                bind_exploration(model, exploration), match(model, keys), [as_key(key) for key in self.env.action_keys]
             )
         try:
-            with untouched(model), torch.no_grad(), exploring(kind):
+            with untouched(model), torch.no_grad(), exploring(exploration):
                 first = self.root.clone()
                 seen = call(first if device is None else first.to(device))
             if seen is not None and not isinstance(seen, TensorDictBase):

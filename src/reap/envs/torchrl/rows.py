@@ -29,7 +29,7 @@ from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl.root_policy import RootPolicy
 from reap.errors import SpecMismatch, raised_by, reraise
-from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_key, private, show
+from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_array, as_key, private, show
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class TorchRLRows(TorchRLEnv):
     def draw(self, row: Row) -> None:
         self.root = self.env.rand_action(self.root)
         for key, array in zip(self.spec.action, row.action):
-            array[...] = _array(self.root.get(key)).reshape(array.shape)
+            array[...] = as_array(self.root.get(key)).reshape(array.shape)
         self.decided = True  # the root holds the action; no policy has written other outputs
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
@@ -343,7 +343,7 @@ class TorchRLRows(TorchRLEnv):
         if value is None or value.shape != shape:
             got = "nothing" if value is None else list(value.shape)
             raise SpecMismatch(f"env returned {got} as {show(key)}, its spec says {list(shape)}")
-        return _array(value)
+        return as_array(value)
 
 
 class TorchRLCells(TorchRLRows):
@@ -359,9 +359,3 @@ class TorchRLCells(TorchRLRows):
         cell = np.full(1, None, object)
         cell[0] = private_copy(value.data if is_non_tensor(value) else value)
         return cell
-
-
-def _array(value: Tensor) -> np.ndarray[Any, Any]:
-    if value.dtype is torch.bfloat16:
-        value = value.detach().cpu().contiguous().view(torch.int16)
-    return value.numpy(force=True)
