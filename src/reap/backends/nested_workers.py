@@ -26,7 +26,7 @@ from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.measuring.episode_log import LANE, WORKER
 from reap.core.measuring.moments import RunningStatistics
 from reap.core.measuring.stats import joined_counts
-from reap.core.slot import TRAJ_IDS, Slot, State
+from reap.core.slot import TRAJ_IDS, Slot
 from reap.core.worker import Plan
 from reap.errors import WorkerError
 
@@ -162,7 +162,7 @@ class _Processes:
             ids = slot.arrays[TRAJ_IDS]
             ids *= self._remote_workers
             ids += self._index
-        slot.finals, slot.state = rollout.finals, State.FULL
+        slot.finals = rollout.finals
         self._version, self.span = rollout.version, (began, time.perf_counter())
         return rollout.frames
 

@@ -32,7 +32,7 @@ from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop
-from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot, State
+from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
 from reap.failures import Rebuilds
@@ -264,7 +264,6 @@ class Worker(AnyWorker):
             self._fill_sorted(slot, self.sorter, policy)
         self.env.driver = self.loop.driver_token  # TorchRL's env may have taken the loop's steps for the user's
         self.stats.end(times)
-        slot.state = State.FULL
         return self.stats.frames - before
 
     def _fill_sorted(self, slot: Slot, sorter: Sorter, policy: Policy | None) -> None:
