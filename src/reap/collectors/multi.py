@@ -26,7 +26,7 @@ from reap.backends.worker_backend import WorkerBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink
 from reap.collectors.keywords import MultiCollectorOptions
-from reap.collectors.options import Options, accept_legacy, is_list, read_options, shows_options
+from reap.collectors.options import HOOKS, Options, accept_legacy, is_list, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
 from reap.collectors.parts.background import Runner
 from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
@@ -119,10 +119,8 @@ class MultiCollector(BaseCollector):
         self._workers_write = self._placement.workers_write(workers[0].replay_buffer)
         self._prepare(workers[0], update_interval=self._placement.update_interval)
         self._policy, self._strategy = policy, settings.strategy()
-        self._worker_hooks: dict[str, Any] = {}  # the hooks that workers call
         if self._workers_write or settings.hooks_in_workers:
-            self._worker_hooks = {"pre_collect_hook": self._pre_hook, "post_collect_hook": self._post_hook}
-            self._pre_hook = self._post_hook = None
+            self._hooks, self._worker_hooks = {}, self._hooks
         self.num_workers = count
         self.create_env_fn = makers
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
@@ -181,7 +179,7 @@ class MultiCollector(BaseCollector):
 
     def _backend_options(self, settings: Options) -> dict[str, Any]:
         """Return the arguments of `WorkerBackend` that are the same wherever the workers live."""
-        hooks = {name: getattr(settings, name) for name in ("pre_collect_hook", "post_collect_hook")}
+        hooks = {name: getattr(settings, name) for name in HOOKS}
         return {
             "source": self._weights_source,
             "scheme": settings.weight_transport,
@@ -331,35 +329,13 @@ class MultiCollector(BaseCollector):
                 f"there is a replay buffer; give a postproc, or write to the buffer yourself"
             )
 
-    # This process calls the hooks, or the workers do: if workers write to the buffer, with `hooks_in_workers`, and for
-    # every hook that is assigned later.
-
-    @property
-    def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """The function called before each batch or rollout; workers call one that is assigned here."""
-        return self._worker_hooks.get("pre_collect_hook") or self._pre_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
-        self._pre_hook = None
-        self._hook_workers(pre_collect_hook=hook)
-
-    @property
-    def post_collect_hook(self) -> Callable[[Any], Any] | None:
-        """The function called with each batch; workers call one that is assigned here, with their own rollouts."""
-        return self._worker_hooks.get("post_collect_hook") or self._post_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        self._post_hook = None
-        self._hook_workers(post_collect_hook=hook)
-
-    def _hook_workers(self, **hooks: Any) -> None:
-        for name, hook in hooks.items():
-            if hook is not None and not callable(hook):
-                raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
-        self._ask(lambda: self._backend.set_hooks(hooks))
-        self._worker_hooks |= hooks
+    def _set_hook(self, name: str, hook: Any) -> None:
+        """Let the workers call a hook, as they do if they write to the buffer, and with `hooks_in_workers`."""
+        if hook is not None and not callable(hook):
+            raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
+        self._ask(lambda: self._backend.set_hooks({name: hook}))
+        self._worker_hooks[name] = hook
+        self._hooks.pop(name, None)  # last: a hook that is refused leaves the one before it where it was
 
     def _fetch(self) -> None:
         with self._backend.uninterrupted():

@@ -29,6 +29,7 @@ _LEGACY = {
     "exploration_mode": "exploration_type",
 }
 _MODELS = ("policy", "env", "postproc")  # where a model's path can begin, for weights that are sent to it
+HOOKS = ("pre_collect_hook", "post_collect_hook")
 _ONLY_IN_TORCHRL = {"collector_class", "weight_recv_schemes"}
 # Options of collectors whose workers are processes of their own.
 WORKERS_ONLY = frozenset(
@@ -222,7 +223,7 @@ class Options:
             most = None if name == "total_frames" else MOST
             least = None if name in ("total_frames", "worker_idx") else -1  # any negative total is without end
             self._whole(name, least=least, most=most, none=True)
-        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory", "init_fn"):
+        for name in ("postproc", *HOOKS, "policy_factory", "init_fn"):
             function(name, getattr(self, name))
         for name in _FLAGS:
             flag(name, getattr(self, name), none=True)
