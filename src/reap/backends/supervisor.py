@@ -68,8 +68,8 @@ class Supervisor:
         self._joining = None if joining is None else weakref.WeakMethod(joining)
         self._budget = RestartBudget(self.on_failure)
         self._causes: dict[int, ReapError] = {}  # why each worker whose replacement is starting had failed
-        # Replacements that are not launched yet, each with the last failure in its place, and the one before that.
-        self._to_launch: deque[tuple[WorkerHandle, ReapError, ReapError]] = deque()
+        # Replacements that are not launched yet, each with the failure before the last one in its place, if there was.
+        self._to_launch: deque[tuple[WorkerHandle, ReapError | None]] = deque()
         self.on_restarted: Callable[[WorkerHandle], None] | None = None  # called with each worker that was restarted
         self.catch_up: Callable[[], None] | None = None  # adds up what free-running workers have collected
         self.silence = Silence(timeout)
@@ -304,22 +304,23 @@ class Supervisor:
         self._end(worker)
         worker.joining = self._join(worker)
         next(worker.joining)
-        self._to_launch.append((worker, error, earlier or error))
+        self._to_launch.append((worker, earlier))
         self._launch_replacements()
 
     def _launch_replacements(self) -> None:
         """Launch the replacements that are due. If Ctrl-C breaks a launch off, the next call repeats it."""
         while self._to_launch and self._failure is None:
-            worker, error, cause = self._to_launch[0]
+            worker, earlier = self._to_launch[0]
             try:
                 self.transport.launch([worker])
-            except WorkerDied as again:  # an actor that died before it could be asked anything
+            except WorkerDied as again:  # it could not be started, or died before it could be asked anything
                 self._to_launch.popleft()
                 self.fail(worker, again)
                 continue
             except (ConnectionError, ReapError) as why:  # nothing is left that could start one
+                error = self._causes[worker.index]
                 self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {why}"))
-                self._failure.__cause__ = cause
+                self._failure.__cause__ = earlier or error
                 return
             self._to_launch.popleft()
             worker.busy_since = time.monotonic() + self.transport.startup_grace
