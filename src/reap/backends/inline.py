@@ -137,10 +137,9 @@ class InlineBackend(Backend):
         return self._episodes
 
     def reports(self, clock: WorkClock) -> list[WorkerReport]:
-        stats, layout = self.worker.stats, self.worker.layout
+        stats, size = self.worker.stats, self.worker.layout.frames
         counts = stats.summary()
         counts |= clock.seconds(counts["collect_seconds"] - stats.loaded_seconds)
-        size = layout.steps * layout.lanes
         return [WorkerReport(0, not self._closed, stats.frames, stats.rollouts, size, counts)]
 
     def rollout_lost(self) -> None:

@@ -147,7 +147,7 @@ class WorkerHandle:
     @property
     def size(self) -> int:
         """How many frames a full rollout has."""
-        return self.info.layout.steps * self.info.layout.lanes
+        return self.info.layout.frames
 
     @property
     def name(self) -> str:

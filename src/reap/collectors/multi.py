@@ -255,10 +255,9 @@ class MultiCollector(BaseCollector):
     def _learn_sizes(self) -> None:
         """Set the number of frames a batch really holds, warn if it was rounded, and choose the arrangement."""
         layouts = [worker.info.layout for worker in self._backend.workers]
-        sizes = [layout.steps * layout.lanes for layout in layouts]
+        sizes = [layout.frames for layout in layouts]
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
-        self._sizes = sizes
         what = f"{len(layouts)} workers with {layouts[0].lanes} lanes" if self._sync else f"{layouts[0].lanes} lanes"
         self._warn_rounding(asked, self.requested_frames_per_batch, what)
         if self._sync:
@@ -269,7 +268,7 @@ class MultiCollector(BaseCollector):
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
         """Return how many frames a worker (by default the first) makes for a batch."""
-        return self._sizes[worker_idx or 0]
+        return self._backend.known_workers[worker_idx or 0].size
 
     def fake_tensordict(self) -> TensorDictBase:
         """Raise `NotImplementedError`: batches come from other processes, so their shape is not known in advance."""

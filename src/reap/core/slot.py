@@ -107,6 +107,11 @@ class Layout:
         return self.columns == other.columns and (self.steps, *self.dims) == (other.steps, *other.dims)
 
     @property
+    def frames(self) -> int:
+        """How many frames a full rollout has."""
+        return self.steps * self.lanes
+
+    @property
     def batch_size(self) -> tuple[int, ...]:
         """The leading dimensions of a delivered batch."""
         return (*self.dims, self.steps)

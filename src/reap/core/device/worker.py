@@ -128,7 +128,7 @@ class DeviceWorker(AnyWorker):
             self._fill(slot, self.random if random else None)
         policy.end(slot, slot.layout.steps)
         self.ledger.stamp(slot, self.loop.stamp)
-        frames = slot.layout.steps * self.lanes
+        frames = slot.layout.frames
         if self.stats.one_by_one is not None:
             self.ledger.account(slot, self.stats.one_by_one)
         self.stats.end(frames)
