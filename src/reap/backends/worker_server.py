@@ -50,10 +50,7 @@ class RowWriter(Protocol):
         """Write the rollout in a full slot."""
 
     def forget(self) -> None:
-        """Drop rows of unfinished episodes that are held back: after a new seed or state, trajectory ids may repeat.
-
-        A reset needs no call: it gives new ids, and `WholeTrajectories` drops the old episodes.
-        """
+        """Drop the rows held back of unfinished episodes: after a new seed or state, trajectory ids may repeat."""
 
 
 @dataclass(frozen=True)
