@@ -143,7 +143,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
         With a replay buffer it yields None for each batch that was written. The return type leaves that out.
         """
-        self._check_not_background()
+        self._check_not_background()  # here too: `_iterate` would raise only when its first batch is asked for
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:

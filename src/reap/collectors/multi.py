@@ -115,7 +115,7 @@ class MultiCollector(BaseCollector):
         workers = [
             dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
         ]
-        self._lag_limit = _lag_limit(settings)
+        self._lag_limit = None if settings.max_lag is None else LagLimit(settings.max_lag)
         self._workers_write = self._placement.workers_write(workers[0].replay_buffer)
         self._prepare(workers[0], update_interval=self._placement.update_interval)
         self._policy, self._strategy = policy, settings.strategy()
@@ -148,6 +148,8 @@ class MultiCollector(BaseCollector):
         if settings.interruptor is not None or settings.return_same_td:
             one = "interruptor" if settings.interruptor is not None else "return_same_td"
             raise WrongArgument(f"{one} works only in a Collector in this process; {name} has worker processes")
+        if self._sync and settings.preemptive_threshold is not None and not self._placement.preempts:
+            raise UsageError("preemptive_threshold cannot stop remote workers during a rollout; leave it out")
         if not self._sync and settings.cat_results not in (None, "stack"):
             raise UsageError(
                 f"cat_results joins the rollouts of all workers, but {name} delivers them one by one; leave it out"
@@ -159,8 +161,6 @@ class MultiCollector(BaseCollector):
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
         """Return the backend that reaches the workers where the placement puts them."""
         place = self._placement
-        if self._sync and settings.preemptive_threshold is not None and not place.preempts:
-            raise UsageError("preemptive_threshold cannot stop remote workers during a rollout; leave it out")
         return WorkerBackend(
             plans,
             transport=place.transport(plans, settings),
@@ -532,14 +532,6 @@ class AsyncCollector(MultiAsyncCollector):
         if whole("num_workers", num_workers, none=True) not in (None, 1):
             raise UsageError("AsyncCollector has one worker; MultiAsyncCollector takes num_workers")
         super().__init__([create_env_fn], policy, **options)
-
-
-def _lag_limit(options: Options) -> LagLimit | None:
-    if options.max_lag is not None and options.trajs_per_batch is not None:
-        raise UsageError(
-            "max_lag may drop the middle of an episode, but trajs_per_batch needs whole episodes; give one"
-        )
-    return None if options.max_lag is None else LagLimit(options.max_lag)
 
 
 def _count_and_makers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:

@@ -278,6 +278,10 @@ class Options:
                 raise UsageError(
                     f"trajs_per_batch delivers whole episodes with ids; {name}={bad} cannot be combined with it"
                 )
+        if self.max_lag is not None:
+            raise UsageError(
+                "max_lag may drop the middle of an episode, but trajs_per_batch needs whole episodes; give one"
+            )
 
     def _check_buffer(self) -> None:
         self._whole("trajs_per_write", least=1, none=True)
