@@ -77,12 +77,10 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._life = Lifecycle(type(self).__name__)
         guard(self)
         self.replay_buffer = options.replay_buffer
-        self._pipeline = BatchPipeline(options, self._make_sink())
         self._in_own_rollout = False  # whether `_own_rollout` is calling a subclass's `rollout` for the next batch
         self._last: Rollout | None = None
         self._overrides = not type(self).rollout.__module__.startswith("reap.collectors.")
-        if self._overrides:
-            self._check_rollout()
+        self._pipeline = BatchPipeline(options, self._make_sink())
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
             self.replay_buffer.watch(options.timeout)
@@ -201,7 +199,7 @@ class BaseCollector(IterableDataset[TensorDict]):
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
         """The function called before each batch is collected; workers call one that is assigned here."""
-        return self._get_hook("pre_collect_hook")
+        return (self._hooks | self._worker_hooks).get("pre_collect_hook")
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
@@ -210,20 +208,14 @@ class BaseCollector(IterableDataset[TensorDict]):
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
         """The function called with each batch; workers call one that is assigned here, with their own rollouts."""
-        return self._get_hook("post_collect_hook")
+        return (self._hooks | self._worker_hooks).get("post_collect_hook")
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         self._set_hook("post_collect_hook", hook)
 
-    def _get_hook(self, name: str) -> Any:
-        return {**self._hooks, **self._worker_hooks}.get(name)
-
     def _set_hook(self, name: str, hook: Any) -> None:
         self._hooks[name] = hook
-
-    def _check_rollout(self) -> None:
-        """Raise if this collector would never call a subclass's override of `rollout`."""
 
     def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:
         """Return what the subclass's `rollout` returns, and the rollout it took by `super().rollout()`, if it did."""
@@ -702,7 +694,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         """End the workers and close the envs, then raise the error of a failed background run. May be called twice.
 
         A rollout that another thread of this process is collecting is broken off after its current step. `timeout`:
-        seconds to wait for that (5 by default).
+        seconds to wait for that (5 by default). Worker processes end within about 5 seconds in any case.
         """
         if self._life.why_foreign is not None:  # only the process that made the collector may end it
             return

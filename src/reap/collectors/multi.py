@@ -213,6 +213,11 @@ class MultiCollector(BaseCollector):
 
     def _make_sink(self) -> Sink | None:
         """Return the sink of this process, or None if workers write to the buffer."""
+        if self._overrides and self.replay_buffer is not None:
+            raise UsageError(
+                f"{type(self).__name__} overrides rollout(), which a collector with workers does not call if "
+                f"there is a replay buffer; give a postproc, or write to the buffer yourself"
+            )
         sink = super()._make_sink()  # called in both cases: it checks the options
         return None if self._workers_write else sink
 
@@ -320,13 +325,6 @@ class MultiCollector(BaseCollector):
             )
         with self._backend.uninterrupted():
             return super().rollout()
-
-    def _check_rollout(self) -> None:
-        if self.replay_buffer is not None:
-            raise UsageError(
-                f"{type(self).__name__} overrides rollout(), which a collector with workers does not call if "
-                f"there is a replay buffer; give a postproc, or write to the buffer yourself"
-            )
 
     def _set_hook(self, name: str, hook: Any) -> None:
         """Let the workers call a hook, as they do if they write to the buffer, and with `hooks_in_workers`."""
