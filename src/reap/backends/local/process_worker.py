@@ -220,13 +220,13 @@ class LocalWorkerServer(WorkerServer):
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def do_begin(self, memory: WorkerMemory) -> None:
-        """Map the memory that the parent has allocated, then exempt what exists from garbage collection."""
+        """Map the memory that the parent has allocated."""
         whole = SharedSlots(self._files.common if memory.common else self._files.own, memory.layout, memory.count)
         pin(whole.block, self.worker.plan.policy_device)
         self._slots = {i: whole.window(i, self.worker.layout, memory.first_lane) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(self._files.weights, memory.packing)
-        self.freeze_objects()
+        self.freeze_objects()  # what lives as long as the worker is not scanned for garbage again and again
 
     def do_run(self) -> None:
         """Run free from now on: collect rollouts into the first slot without waiting for its number."""
