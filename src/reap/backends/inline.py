@@ -98,7 +98,7 @@ class InlineBackend(Backend):
         if on_device is not None:
             self.worker = on_device
         else:
-            self.worker = Worker(self._plan, parts=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
+            self.worker = Worker(self._plan, built=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
             why = self.worker.rebuilds.why_not
         if rebuilds is not None and why is not None:
             self.worker.close()

@@ -98,7 +98,7 @@ class RolloutReady:
     stats: Mapping[str, Any]
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: values sent beside the slot
-    since: int = 0  # the last call before it that started new episodes
+    after_call: int = 0  # the last call before it that started new episodes
     span: tuple[float, float] = (0.0, 0.0)  # when it began and ended
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
     statistics: Mapping[Name, Moments] | None = None  # running statistics of its env over everything it has seen
@@ -129,7 +129,7 @@ class WorkerServer:
     def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
         self.index = job.index
         self.doing = "starting"
-        self.since = 0  # the last call that started new episodes
+        self.after_call = 0  # the last call that started new episodes
         self.writer: RowWriter | None = None
         self._tracer: RolloutTracer | None = None
         self._strategy = job.strategy
@@ -181,7 +181,7 @@ class WorkerServer:
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
         """Execute a call and return the answer. A `UsageError` is returned too; other errors end the worker."""
         self.doing = name
-        self.since = call if name in _STARTS_EPISODES else self.since
+        self.after_call = call if name in _STARTS_EPISODES else self.after_call
         answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
         self.doing = "waiting"
         return answer
@@ -222,7 +222,7 @@ class WorkerServer:
             stats=self.counts(),
             finals=finals,
             loose=loose,
-            since=self.since,
+            after_call=self.after_call,
             span=worker.span,
             episodes=worker.take_episodes(),
             statistics=self.do_statistics() or None,

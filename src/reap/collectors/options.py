@@ -227,7 +227,7 @@ class Options:
             function(name, getattr(self, name))
         for name in _FLAGS:
             flag(name, getattr(self, name), none=True)
-        self.names  # noqa: B018  # raises if `out_keys` is invalid
+        self.out_key_tuples  # noqa: B018  # raises if `out_keys` is invalid
         mapping("create_env_kwargs", self.create_env_kwargs)
         for name in ("compile_policy", "cudagraph_policy"):
             value = getattr(self, name)
@@ -403,7 +403,7 @@ class Options:
         return max(self.init_random_frames or 0, 0)
 
     @property
-    def names(self) -> list[Key] | None:
+    def out_key_tuples(self) -> list[Key] | None:
         """`out_keys`, each as a tuple."""
         given = self.out_keys
         if given is None:
