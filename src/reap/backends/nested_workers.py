@@ -16,7 +16,6 @@ import cloudpickle
 import numpy as np
 from torch import Tensor
 
-from reap._system.messages.remote_errors import Raised
 from reap.backends.delivery import AsReady, InStep
 from reap.backends.joint_slot import common_layout
 from reap.backends.local.shared_memory import SharedMemoryTransport
@@ -79,17 +78,11 @@ class NestedRemoteWorker(RemoteWorker):
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """Return a list of what is at a path in each process."""
-        try:
-            return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
-        except Exception as error:
-            return Raised.of(error, path)
+        return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
 
-    def do_apply(self, path: str, packed: bytes) -> Any:
+    def do_apply(self, path: str, packed: bytes) -> None:
         """Apply weights, extracted by a user's own strategy, to the model at a path in each process."""
-        try:
-            self.worker.call("apply", path, packed)
-        except Exception as error:
-            return Raised.of(error, path)
+        self.worker.call("apply", path, packed)
 
     def do_hooks(self, packed: bytes) -> None:
         """Pass the hooks on to the processes, which call them."""

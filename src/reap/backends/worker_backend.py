@@ -308,7 +308,7 @@ class WorkerBackend(Backend):
         with supervisor.listen_lock, supervisor.interrupts.held():
             self.delivery.discard_unfinished()
             supervisor.recount_ordered(restarting=list(calls))
-            taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
+            taken = {worker.index: self._taken(worker)[0] for worker in self.workers}
             number = supervisor.calls + 1
             supervisor.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()}, on_answer)
             self.delivery.discard_before(list(calls), number)

@@ -117,6 +117,7 @@ class EnvRebuilt:
 # send none.
 HELLO = "hello"
 _STARTS_EPISODES = ("reset", "set_seed", "load_state")  # calls that start new episodes
+_AT_A_PATH = ("find", "apply")  # calls of what is at a path, the first argument: no error there ends the worker
 
 
 class WorkerServer:
@@ -179,10 +180,11 @@ class WorkerServer:
         )
 
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
-        """Execute a call and return the answer. A `UsageError` is returned too; other errors end the worker."""
+        """Execute a call and return the answer. A `UsageError` is returned too; most other errors end the worker."""
         self.doing = name
         self.after_call = call if name in _STARTS_EPISODES else self.after_call
-        answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
+        refused, doing = (Exception, arguments[0]) if name in _AT_A_PATH else (UsageError, "")
+        answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), refused, doing)
         self.doing = "waiting"
         return answer
 
@@ -318,24 +320,18 @@ class WorkerServer:
         self.worker.ledger.mark_cut(range(self.worker.lanes))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return what is at a path. An error is returned to the caller and leaves the worker unchanged."""
-        try:
-            found = get_attribute(WorkerView(self, self.interruptor), path)
-            if packed is not None:
-                args, kwargs = cloudpickle.loads(packed)
-                found = found(*args, **kwargs)
-            dumps(found, path)  # here, where an object that cannot be pickled can still be reported
-            return found
-        except Exception as error:
-            return Raised.of(error, path)
+        """Return what is at a path, or what it returns when called."""
+        found = get_attribute(WorkerView(self, self.interruptor), path)
+        if packed is not None:
+            args, kwargs = cloudpickle.loads(packed)
+            found = found(*args, **kwargs)
+        dumps(found, path)  # here, where an object that cannot be pickled can still be reported
+        return found
 
-    def do_apply(self, path: str, packed: bytes) -> Any:
+    def do_apply(self, path: str, packed: bytes) -> None:
         """Apply weights, extracted by a user's own strategy, to the model at a path."""
-        try:
-            strategy, weights = cloudpickle.loads(packed)
-            strategy.apply_weights(get_attribute(WorkerView(self, self.interruptor), path), weights)
-        except Exception as error:
-            return Raised.of(error, path)
+        strategy, weights = cloudpickle.loads(packed)
+        strategy.apply_weights(get_attribute(WorkerView(self, self.interruptor), path), weights)
 
     def do_profile(self, settings: TraceSettings | None) -> None:
         """Trace the next rollouts; None stops tracing."""
