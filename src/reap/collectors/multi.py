@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -65,6 +65,7 @@ class MultiCollector(BaseCollector):
 
     _backend: WorkerBackend
     _sync: bool | None = None
+    _sync_and_async: ClassVar[tuple[type[MultiCollector], type[MultiCollector]]]  # of a class that chooses by `sync`
     _placement: Placement = Placement()  # where the workers live
 
     def __new__(
@@ -76,12 +77,11 @@ class MultiCollector(BaseCollector):
         num_workers: int | None = None,
         **options: Any,
     ) -> Self:
-        if cls is MultiCollector:
-            if not isinstance(sync, bool):
-                raise WrongArgument(f"MultiCollector needs sync=True or sync=False, got {sync!r}")
-            kind = MultiSyncCollector if sync else MultiAsyncCollector
-            return object.__new__(kind)  # type: ignore[return-value]
-        return object.__new__(cls)
+        if cls is MultiCollector and not isinstance(sync, bool):
+            raise WrongArgument(f"MultiCollector needs sync=True or sync=False, got {sync!r}")
+        # Looked up without inheritance: a subclass does not choose.
+        in_step, first_come = cast("tuple[type[Self], type[Self]]", vars(cls).get("_sync_and_async", (cls, cls)))
+        return object.__new__(in_step if sync is True else first_come)
 
     def __init__(
         self,
@@ -150,6 +150,8 @@ class MultiCollector(BaseCollector):
             raise WrongArgument(f"{one} works only in a Collector in this process; {name} has worker processes")
         if self._sync and settings.preemptive_threshold is not None and not self._placement.preempts:
             raise UsageError("preemptive_threshold cannot stop remote workers during a rollout; leave it out")
+        if settings.max_lag is not None and self._placement.workers_write(settings.replay_buffer):
+            raise UsageError("max_lag cannot drop rollouts that workers write to the buffer themselves; leave it out")
         if not self._sync and settings.cat_results not in (None, "stack"):
             raise UsageError(
                 f"cat_results joins the rollouts of all workers, but {name} delivers them one by one; leave it out"
@@ -498,6 +500,9 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _sync = False
+
+
+MultiCollector._sync_and_async = MultiSyncCollector, MultiAsyncCollector
 
 
 @shows_options(without=IN_PROCESS_ONLY)

@@ -40,8 +40,6 @@ class Placement:
         buffer = options.replay_buffer
         if not self.workers_write(buffer):
             return None
-        if options.max_lag is not None:
-            raise UsageError("max_lag cannot drop rollouts that workers write to the buffer themselves; leave it out")
         writing = WriteOptions.of(options)
         maker = WriterMaker(writing, buffer.handle()[1], buffer.transforms, options.timeout)
         parts = {**writing.user_code, "a transform of the replay buffer": buffer.transforms}

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from reap._system.messages.pickling import dumps
 from reap.arguments import mapping, whole
@@ -53,8 +53,6 @@ class _RayPlacement(RemotePlacement):
     def writer(self, options: Options) -> Any:
         if not self.workers_write(options.replay_buffer):
             return None
-        if options.max_lag is not None:
-            raise UsageError("max_lag cannot drop rollouts that workers write to the buffer themselves; leave it out")
         writing = WriteOptions.of(options)
         maker = functools.partial(Writer, writing, options.replay_buffer.client())
         dumps(maker, "what writes to the replay buffer", writing.user_code)  # only to fail early: the job carries it
@@ -83,13 +81,6 @@ class RayCollector(MultiCollector):
 
     _placement: _RayPlacement
     pause = FarCollector.pause
-
-    def __new__(
-        cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
-    ) -> Self:
-        if cls is RayCollector:
-            return object.__new__(RaySyncCollector if sync is True else RayAsyncCollector)  # type: ignore[return-value]
-        return object.__new__(cls)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[RayCollectorOptions]) -> None:
         options: dict[str, Any] = {**keywords}
@@ -230,6 +221,9 @@ class RayAsyncCollector(RayCollector):
     """Collects with Ray actors that continue while you learn: a batch is one actor's rollout. See `RayCollector`."""
 
     _sync = False
+
+
+RayCollector._sync_and_async = RaySyncCollector, RayAsyncCollector
 
 
 def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> list[Mapping[str, Any]]:

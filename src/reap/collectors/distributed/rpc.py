@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from reap.arguments import mapping
 from reap.backends.remote.rpc import THREADS, TensorPipeTransport
@@ -72,13 +72,6 @@ class RPCCollector(MultiCollector):
 
     pause = FarCollector.pause
 
-    def __new__(
-        cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
-    ) -> Self:
-        if cls is RPCCollector:
-            return object.__new__(RPCSyncCollector if sync is True else RPCAsyncCollector)  # type: ignore[return-value]
-        return object.__new__(cls)
-
     def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[RPCCollectorOptions]) -> None:
         options: dict[str, Any] = {**keywords}
         self._placement = _TensorPipePlacement(options)
@@ -100,6 +93,9 @@ class RPCAsyncCollector(RPCCollector):
     """Collects with RPC workers that continue while you learn: a batch is one worker's rollout. See `RPCCollector`."""
 
     _sync = False
+
+
+RPCCollector._sync_and_async = RPCSyncCollector, RPCAsyncCollector
 
 
 def _check_devices(devices: Any) -> None:

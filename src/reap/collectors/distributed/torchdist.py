@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
 from reap.backends.remote.gloo import GlooTransport
 from reap.collectors.distributed.keywords import DEFAULTS, DistributedCollectorOptions
@@ -64,13 +64,6 @@ class DistributedCollector(MultiCollector):
 
     pause = FarCollector.pause
 
-    def __new__(
-        cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
-    ) -> Self:
-        if cls is DistributedCollector:
-            return object.__new__(DistributedSyncCollector if sync is True else DistributedAsyncCollector)  # type: ignore[return-value]
-        return object.__new__(cls)
-
     def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[DistributedCollectorOptions]) -> None:
         options: dict[str, Any] = {**keywords}
         interval = options.pop("update_interval", None)
@@ -100,3 +93,6 @@ class DistributedAsyncCollector(DistributedCollector):
     """
 
     _sync = False
+
+
+DistributedCollector._sync_and_async = DistributedSyncCollector, DistributedAsyncCollector
