@@ -292,6 +292,7 @@ class Delivery(Protocol):
 
     def preempts(self, workers: int) -> bool:
         """Return whether rollouts may be cut short."""
+        return False
 
     def take(self, *, random: bool, most: float) -> Rollout:
         """Return the next rollout; `most`: how many frames may still be ordered, if workers write them to a buffer."""

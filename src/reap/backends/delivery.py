@@ -79,6 +79,9 @@ class InRounds(Delivery):
                 worker.discard_rollout(ready.frames)
             self.discard_arrived()
 
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
+        """Do nothing: `discard_unfinished` has left no work pending, and rollouts in a buffer stay there."""
+
     def discard_arrived(self) -> tuple[int, int]:
         self.unfinished = False
         return _discard_arrived(self._supervisor)
@@ -130,9 +133,6 @@ class InStep(InRounds):
         finals = joined_finals([ready.finals for ready in each], lanes, filled.layout)
         return Rollout(arrays, filled.layout, frames, version, finals=finals)
 
-    def discard_before(self, workers: Sequence[int], call: int) -> None:
-        """Do nothing: `discard_unfinished` has left no work pending."""
-
     def discard_arrived(self) -> tuple[int, int]:
         slot, self._filling = self._filling, None
         if slot is not None and self._pool is not None:
@@ -148,9 +148,6 @@ class AsReady(Delivery):
     def __init__(self, random_frames: int = 0) -> None:
         self._random_frames = random_frames
         self._started: set[int] = set()  # workers that were given their slots
-
-    def preempts(self, workers: int) -> bool:
-        return False
 
     def prepare(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -248,9 +245,6 @@ class IntoBuffer(InRounds):
                     free = next(slot for slot in range(_SLOTS_AHEAD) if slot not in worker.pending_slots)
                     supervisor.fill(worker, free)
                     ordered += worker.size
-
-    def discard_before(self, workers: Sequence[int], call: int) -> None:
-        """Do nothing: rollouts in the buffer stay there; the next takes count them."""
 
 
 def _copied_rollout(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
