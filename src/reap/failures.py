@@ -51,7 +51,7 @@ class FailurePolicy:
     action: FailureAction = "raise"
     max_restarts: int | None = 10
     window: float = 600.0
-    tell: Callable[[WorkerFailure], object] | None = None
+    on_restart: Callable[[WorkerFailure], object] | None = None
     deaths_only: bool = False
 
     def chosen_for(self, error: ReapError, *, building: bool, replaces: bool = False) -> FailureAction:
@@ -72,8 +72,8 @@ class FailurePolicy:
             record("restart", str(failure.worker), text, told, failure.seconds, failure.restarts)
         else:
             record("drop", str(failure.worker), "%s; the others continue without it", told)
-        if self.tell is not None:
-            self.tell(failure)
+        if self.on_restart is not None:
+            self.on_restart(failure)
 
 
 IN_A_ROW = 10  # failures in a row before a worker is even ready, also where `max_restarts` sets no limit
@@ -195,14 +195,14 @@ class Rebuilds:
         return self._budget.replace(0, error, make)
 
 
-def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:
+def failure_policy(action: Any, most: Any, window: Any, on_restart: Any) -> FailurePolicy:
     """Return the policy given by the options `on_failure`, `max_restarts`, `restart_window` and `on_restart`."""
     one_of("on_failure", action, ACTIONS)
     most = whole("max_restarts", most, least=0, none=True)
     seconds("restart_window", window)
     if window is None:
         raise WrongArgument("restart_window must be a number of seconds, got None")
-    function("on_restart", tell)
-    if tell is not None and action == "raise":
+    function("on_restart", on_restart)
+    if on_restart is not None and action == "raise":
         raise UsageError("on_restart is never called with on_failure='raise'; give 'restart' or 'drop'")
-    return FailurePolicy(action, most, window, tell)
+    return FailurePolicy(action, most, window, on_restart)

@@ -237,7 +237,8 @@ class WholeTrajectories:
     """Takes batches, and returns complete episodes in the order in which they ended.
 
     Unfinished episodes are held back until they end, however many batches that takes. So no episode is cut or lost, and
-    long ones are not underrepresented. Episodes broken off by a reset never end, and are dropped.
+    long ones are not underrepresented. Episodes broken off by a reset never end: the reset gives new ids, and they are
+    dropped when these appear.
     """
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import threading
 
 import pytest
 import torch
@@ -192,6 +193,22 @@ def test_hooks_that_are_given_run_here_and_those_that_are_assigned_in_the_worker
         assert not found & set(collector.next()["action"].flatten().tolist())
         with pytest.raises(WrongArgument, match="pre_collect_hook must be callable, got int"):
             collector.pre_collect_hook = 3
+
+
+def test_a_hook_that_is_refused_leaves_the_one_before_it():
+    seen, lock = [], threading.Lock()
+    options = {
+        "pre_collect_hook": lambda: seen.append("before"),
+        "post_collect_hook": lambda batch: seen.append("after"),
+    }
+    with made(**options) as collector:
+        for name, given in options.items():
+            for wrong, refusal in ((3, f"{name} must be callable"), (lambda *_: lock, name)):
+                with pytest.raises(UsageError, match=refusal):
+                    setattr(collector, name, wrong)
+                assert getattr(collector, name) is given
+        collector.next()
+        assert seen == ["before", "after"]
 
 
 def test_a_hook_that_raises_in_a_worker():

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reap.collectors import Collector
-from reap.core.slot import FLAGS, Layout, Pool, Slot, State
+from reap.core.slot import FLAGS, Layout, Pool, Slot
 from reap.envs import SerialEnv
 from reap.spec import Leaf
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
@@ -67,18 +67,28 @@ def test_columns_never_overlap(leaves, steps, lanes):
 def test_life_of_a_slot():
     pool = Pool(layout(), limit=1)
     slot = pool.acquire()
-    assert slot.state is State.WRITING
+    assert pool.acquire() is not slot  # it is being written to
     lent = slot.layout.tensors(pool.lend(slot))
-    assert slot.state is State.READING
+    assert pool.acquire() is not slot
     part = lent["done",][:1].view(-1)
     del lent
     assert not slot.returned  # a view of one column still looks
+    assert pool.acquire() is not slot
     array = part.numpy()
     del part
     assert not slot.returned  # so does NumPy
+    assert pool.acquire() is not slot
     del array
     assert slot.returned
     assert pool.acquire() is slot
+
+
+def test_a_slot_that_is_released_is_free_again():
+    pool = Pool(layout(), limit=1)
+    slot = pool.acquire()
+    pool.release(slot)
+    assert pool.acquire() is slot
+    assert pool.acquire() is not slot  # it was free once only
 
 
 def test_the_reserve_is_copied_out():
@@ -87,7 +97,6 @@ def test_the_reserve_is_copied_out():
     reserve = pool.acquire()
     copy = pool.lend(reserve)
     assert not np.shares_memory(copy["done",], reserve.block)
-    assert reserve.state is State.FREE
     assert pool.acquire() is reserve
     assert not np.shares_memory(first["done",], reserve.block)
 

@@ -4,9 +4,9 @@
     call ──── number, name, arguments ───────► answered
     answer ◄─ Answer(number, value) ───────────┘        │ Raised: a refusal, or the child's end │ gone │ silent
 
-Worker processes, processes that hold lanes and the inference server's process talk like this. (A collector's
-`Supervisor` numbers its workers' calls itself.) What a child sends without a request has a reserved number, or none.
-Waiting for an answer skips answers to calls that Ctrl-C broke off.
+Processes that hold lanes and the inference server's process talk like this. A collector's workers use the child's side
+only: its `Supervisor` waits for the answers of all of them at once. What a child sends without a request has a reserved
+number, or none. Waiting for an answer skips answers to calls that Ctrl-C broke off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """The return value of a call; or `Raised`, if the child refused the call and did nothing."""
+    """The return value of a call; or `Raised`, if it raised an error of the kind that the child survives."""
 
     call: int
     value: Any

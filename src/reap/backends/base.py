@@ -113,7 +113,7 @@ class Backend(Protocol):
     def reports(self, clock: WorkClock) -> Sequence[WorkerReport]:
         """Return a report on each worker; after `close`, the reports as of that moment.
 
-        `clock`: when this process was collecting; it gives the waiting time of a worker that lives in this process.
+        `clock`: when this process was collecting; it gives the waiting time of a worker in this process only.
         """
 
     on_rollout: Callable[..., None] | None  # called with worker, span, frames and version of each rollout
@@ -292,6 +292,7 @@ class Delivery(Protocol):
 
     def preempts(self, workers: int) -> bool:
         """Return whether rollouts may be cut short."""
+        return False
 
     def take(self, *, random: bool, most: float) -> Rollout:
         """Return the next rollout; `most`: how many frames may still be ordered, if workers write them to a buffer."""
@@ -302,5 +303,5 @@ class Delivery(Protocol):
     def discard_before(self, workers: Sequence[int], call: int) -> None:
         """Discard the undelivered rollouts that these workers collected before `call`, which started new episodes."""
 
-    def settle(self) -> tuple[int, int]:
-        """Return the number of frames and rollouts that were never taken, and discard them. Workers must be idle."""
+    def discard_arrived(self) -> tuple[int, int]:
+        """Discard the rollouts that were never taken; return their frames and their number. Workers must be idle."""

@@ -1,6 +1,7 @@
 """Deliveries: which rollouts make a batch, and when a slot is given to a worker again.
 
-    InStep      one slot for all: worker w fills lanes [w·B, (w+1)·B); a batch has one version and every worker
+    InStep      one slot for all: worker w fills lanes [w·B, (w+1)·B); a batch has one version and every worker.
+                (Rollouts that differ in length come in a slot of each worker's own, and are copied.)
     AsReady     each worker has slots of its own: the first rollout that is ready is taken first; workers go on
                 meanwhile, until their slots are full
     IntoBuffer  workers write their rollouts to a buffer themselves: only the number of frames comes here
@@ -76,11 +77,14 @@ class InRounds(Delivery):
             self._wait()
             for worker, ready in self._supervisor.arrived:
                 worker.discard_rollout(ready.frames)
-            self.settle()
+            self.discard_arrived()
 
-    def settle(self) -> tuple[int, int]:
+    def discard_before(self, workers: Sequence[int], call: int) -> None:
+        """Do nothing: `discard_unfinished` has left no work pending, and rollouts in a buffer stay there."""
+
+    def discard_arrived(self) -> tuple[int, int]:
         self.unfinished = False
-        return _settled(self._supervisor)
+        return _discard_arrived(self._supervisor)
 
 
 class InStep(InRounds):
@@ -113,30 +117,27 @@ class InStep(InRounds):
         self._wait()
         full = {worker.index: ready for worker, ready in supervisor.arrived}
         filled, self._filling = self._filling, None
-        frames, _ = super().settle()
+        frames, _ = super().discard_arrived()
         version = next(iter(full.values())).version
-        parts = [full.get(worker.index) or _placeholder(worker, version) for worker in workers]
+        each = [full.get(worker.index) or _placeholder(worker, version) for worker in workers]
         if filled is None or self._pool is None:
-            copied = [_copied_rollout(worker, part) for worker, part in zip(workers, parts)]
+            copied = [_copied_rollout(worker, ready) for worker, ready in zip(workers, each)]
             return Rollout({}, workers[0].info.layout, frames, version, parts=copied)
         lanes = [worker.info.layout.lanes for worker in workers]
         for first, worker in zip(itertools.accumulate(lanes, initial=0), workers):
             if worker.index not in full:
                 _blank({key: array[:, first : first + lanes[worker.index]] for key, array in filled.arrays.items()})
         arrays = self._pool.lend(filled)
-        for key in parts[0].loose:
-            arrays[key] = np.concatenate([part.loose[key] for part in parts], 1)
-        finals = joined_finals([part.finals for part in parts], lanes, filled.layout)
+        for key in each[0].loose:
+            arrays[key] = np.concatenate([ready.loose[key] for ready in each], 1)
+        finals = joined_finals([ready.finals for ready in each], lanes, filled.layout)
         return Rollout(arrays, filled.layout, frames, version, finals=finals)
 
-    def discard_before(self, workers: Sequence[int], call: int) -> None:
-        """Do nothing: `discard_unfinished` has left no work pending."""
-
-    def settle(self) -> tuple[int, int]:
+    def discard_arrived(self) -> tuple[int, int]:
         slot, self._filling = self._filling, None
         if slot is not None and self._pool is not None:
             self._pool.release(slot)
-        return super().settle()
+        return super().discard_arrived()
 
 
 class AsReady(Delivery):
@@ -147,9 +148,6 @@ class AsReady(Delivery):
     def __init__(self, random_frames: int = 0) -> None:
         self._random_frames = random_frames
         self._started: set[int] = set()  # workers that were given their slots
-
-    def preempts(self, workers: int) -> bool:
-        return False
 
     def prepare(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -195,14 +193,14 @@ class AsReady(Delivery):
         arrived = self._supervisor.arrived
         for _ in range(len(arrived)):
             worker, ready = arrived.popleft()
-            if worker.index not in workers or ready.since >= call:  # higher: it was restarted meanwhile
+            if worker.index not in workers or ready.after_call >= call:  # higher: it was restarted meanwhile
                 arrived.append((worker, ready))
             else:
                 worker.discard_rollout(ready.frames)
                 self._supervisor.fill(worker, ready.slot)
 
-    def settle(self) -> tuple[int, int]:
-        return _settled(self._supervisor)
+    def discard_arrived(self) -> tuple[int, int]:
+        return _discard_arrived(self._supervisor)
 
 
 class IntoBuffer(InRounds):
@@ -227,7 +225,7 @@ class IntoBuffer(InRounds):
                 self._order(0, random=random)
             self._wait()
             worker, ready = supervisor.arrived[0]
-            frames, _ = self.settle()
+            frames, _ = self.discard_arrived()
         else:
             self._order_more(most)
             while not supervisor.arrived:
@@ -247,9 +245,6 @@ class IntoBuffer(InRounds):
                     free = next(slot for slot in range(_SLOTS_AHEAD) if slot not in worker.pending_slots)
                     supervisor.fill(worker, free)
                     ordered += worker.size
-
-    def discard_before(self, workers: Sequence[int], call: int) -> None:
-        """Do nothing: rollouts in the buffer stay there; the next takes count them."""
 
 
 def _copied_rollout(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
@@ -272,8 +267,8 @@ def _blank(arrays: Mapping[Key, np.ndarray[Any, Any]]) -> None:
         array[...] = -1 if key == TRAJ_IDS else 0
 
 
-def _settled(supervisor: Supervisor) -> tuple[int, int]:
-    """Return the number of frames and rollouts that have arrived, and discard them."""
+def _discard_arrived(supervisor: Supervisor) -> tuple[int, int]:
+    """Discard the rollouts that have arrived; return their frames and their number."""
     found = sum(ready.frames for _, ready in supervisor.arrived), len(supervisor.arrived)
     supervisor.arrived.clear()
     return found

@@ -98,7 +98,7 @@ class InlineBackend(Backend):
         if on_device is not None:
             self.worker = on_device
         else:
-            self.worker = Worker(self._plan, parts=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
+            self.worker = Worker(self._plan, built=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
             why = self.worker.rebuilds.why_not
         if rebuilds is not None and why is not None:
             self.worker.close()
@@ -137,10 +137,9 @@ class InlineBackend(Backend):
         return self._episodes
 
     def reports(self, clock: WorkClock) -> list[WorkerReport]:
-        stats, layout = self.worker.stats, self.worker.layout
+        stats, size = self.worker.stats, self.worker.layout.frames
         counts = stats.summary()
         counts |= clock.seconds(counts["collect_seconds"] - stats.loaded_seconds)
-        size = layout.steps * layout.lanes
         return [WorkerReport(0, not self._closed, stats.frames, stats.rollouts, size, counts)]
 
     def rollout_lost(self) -> None:

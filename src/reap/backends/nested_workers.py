@@ -16,7 +16,6 @@ import cloudpickle
 import numpy as np
 from torch import Tensor
 
-from reap._system.messages.remote_errors import Raised
 from reap.backends.delivery import AsReady, InStep
 from reap.backends.joint_slot import common_layout
 from reap.backends.local.shared_memory import SharedMemoryTransport
@@ -26,7 +25,7 @@ from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.measuring.episode_log import LANE, WORKER
 from reap.core.measuring.moments import RunningStatistics
 from reap.core.measuring.stats import joined_counts
-from reap.core.slot import TRAJ_IDS, Slot, State
+from reap.core.slot import TRAJ_IDS, Slot
 from reap.core.worker import Plan
 from reap.errors import WorkerError
 
@@ -79,17 +78,11 @@ class NestedRemoteWorker(RemoteWorker):
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """Return a list of what is at a path in each process."""
-        try:
-            return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
-        except Exception as error:
-            return Raised.of(error, path)
+        return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
 
-    def do_apply(self, path: str, packed: bytes) -> Any:
+    def do_apply(self, path: str, packed: bytes) -> None:
         """Apply weights, extracted by a user's own strategy, to the model at a path in each process."""
-        try:
-            self.worker.call("apply", path, packed)
-        except Exception as error:
-            return Raised.of(error, path)
+        self.worker.call("apply", path, packed)
 
     def do_hooks(self, packed: bytes) -> None:
         """Pass the hooks on to the processes, which call them."""
@@ -162,7 +155,7 @@ class _Processes:
             ids = slot.arrays[TRAJ_IDS]
             ids *= self._remote_workers
             ids += self._index
-        slot.finals, slot.state = rollout.finals, State.FULL
+        slot.finals = rollout.finals
         self._version, self.span = rollout.version, (began, time.perf_counter())
         return rollout.frames
 

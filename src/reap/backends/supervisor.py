@@ -53,7 +53,7 @@ UNREQUESTED = 0  # stands for the call number of a worker's `WorkerInfo`, which 
 class Supervisor:
     """Starts, calls and watches the workers behind one transport.
 
-    `joining(worker)` yields the name and the arguments of each call that brings a restarted worker up to date.
+    `calls_for_newcomer(worker)` yields the name and arguments of each call that brings a restarted worker up to date.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Supervisor:
         *,
         timeout: float | None = None,
         on_failure: FailurePolicy | None = None,
-        joining: Callable[[WorkerHandle], Iterator[tuple[str, Sequence[Any]]]] | None = None,
+        calls_for_newcomer: Callable[[WorkerHandle], Iterator[tuple[str, Sequence[Any]]]] | None = None,
     ) -> None:
         self.transport, self.on_failure = transport, on_failure or FailurePolicy()
-        self._joining = None if joining is None else weakref.WeakMethod(joining)
+        self._calls_for_newcomer = None if calls_for_newcomer is None else weakref.WeakMethod(calls_for_newcomer)
         self._budget = RestartBudget(self.on_failure)
         self._causes: dict[int, ReapError] = {}  # why each worker whose replacement is starting had failed
-        # Replacements that are not launched yet, each with the last failure in its place, and the one before that.
-        self._to_launch: deque[tuple[WorkerHandle, ReapError, ReapError]] = deque()
+        # Replacements that are not launched yet, each with the failure before the last one in its place, if there was.
+        self._to_launch: deque[tuple[WorkerHandle, ReapError | None]] = deque()
         self.on_restarted: Callable[[WorkerHandle], None] | None = None  # called with each worker that was restarted
         self.catch_up: Callable[[], None] | None = None  # adds up what free-running workers have collected
         self.silence = Silence(timeout)
@@ -292,7 +292,18 @@ class Supervisor:
             self._failure = self._failure or error
 
     def _restart(self, worker: WorkerHandle, error: ReapError) -> None:
-        """Launch a replacement for a worker. It joins while the other workers continue."""
+        """Launch a replacement for a worker. It joins while the other workers continue.
+
+        1. `fail` notices the failure, and asks the `FailurePolicy` and the `RestartBudget`.
+        2. `_restart` ends what is left of the worker, and begins `_join`, which awaits its successor's messages.
+        3. `_launch_replacements` launches the successor. Until 7, what it sends comes through `_receive` to
+           `_continue_joining`, which passes it on to `_join`; if it fails meanwhile, all this begins again.
+        4. Its `WorkerInfo` arrives: `_join` compares the layout of its rollouts with its predecessor's.
+        5. If that had begun, `_join` sends the first of the `calls_for_newcomer`: memory, state, seed, weights.
+        6. Each answer makes `_join` send the next one.
+        7. After the last answer, `_finish_joining` calls `WorkerHandle.resend_pending`: the call and the slots that the
+           predecessor left undone. Then it reports the restart, and the user's `on_restart` is called.
+        """
         if worker.joining is None:
             worker.failed_at = time.monotonic()
         worker.failed_starts += 1
@@ -304,22 +315,23 @@ class Supervisor:
         self._end(worker)
         worker.joining = self._join(worker)
         next(worker.joining)
-        self._to_launch.append((worker, error, earlier or error))
+        self._to_launch.append((worker, earlier))
         self._launch_replacements()
 
     def _launch_replacements(self) -> None:
         """Launch the replacements that are due. If Ctrl-C breaks a launch off, the next call repeats it."""
         while self._to_launch and self._failure is None:
-            worker, error, cause = self._to_launch[0]
+            worker, earlier = self._to_launch[0]
             try:
                 self.transport.launch([worker])
-            except WorkerDied as again:  # an actor that died before it could be asked anything
+            except WorkerDied as again:  # it could not be started, or died before it could be asked anything
                 self._to_launch.popleft()
                 self.fail(worker, again)
                 continue
             except (ConnectionError, ReapError) as why:  # nothing is left that could start one
+                error = self._causes[worker.index]
                 self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {why}"))
-                self._failure.__cause__ = cause
+                self._failure.__cause__ = earlier or error
                 return
             self._to_launch.popleft()
             worker.busy_since = time.monotonic() + self.transport.startup_grace
@@ -330,9 +342,9 @@ class Supervisor:
         if worker.begun and not info.layout.same_as(worker.info.layout):
             raise SpecMismatch(f"worker {worker.index} was restarted, but its rollouts now have a different layout")
         worker.info = info
-        joining = None if self._joining is None else self._joining()
-        if worker.begun and joining is not None:
-            for name, arguments in joining(worker):
+        calls = None if self._calls_for_newcomer is None else self._calls_for_newcomer()
+        if worker.begun and calls is not None:
+            for name, arguments in calls(worker):
                 self.send_call(worker, name, *arguments)
                 yield
 

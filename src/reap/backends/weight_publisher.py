@@ -1,7 +1,7 @@
 """WeightPublisher: sends new weights to workers, the same to all or to each its own, by version number.
 
     publish ─┬─ the same for all ──► the transport's channel ──► workers refresh between two rollouts
-             └─ for some ──────────► a call to each ──► answered when it has loaded them
+             └─ otherwise ─────────► a call to each ──► answered when it has loaded them
 
 It keeps the weights that a worker started later needs and does not find in the channel: those sent to that worker
 alone, and those of a loaded state.
@@ -73,7 +73,7 @@ class WeightPublisher:
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
         """Send new weights to all workers, or to some; return their version.
 
-        With `NoWeightSyncScheme`, or if no worker is left to send to, nothing is sent and the version stays.
+        With `NoWeightSyncScheme`, or if every worker was dropped, nothing is sent and the version stays.
         """
         if self._scheme == "none":
             return self.version

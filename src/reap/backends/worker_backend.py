@@ -72,7 +72,9 @@ class WorkerBackend(Backend):
             and (why := transport.cannot_restart()) is not None
         ):
             raise UsageError(f"on_failure='restart': {why}")
-        self.supervisor = Supervisor(transport, timeout=timeout, on_failure=on_failure, joining=self._joining)
+        self.supervisor = Supervisor(
+            transport, timeout=timeout, on_failure=on_failure, calls_for_newcomer=self._calls_for_newcomer
+        )
         self._weights = WeightPublisher(self.supervisor, scheme=scheme, source=source, in_step=delivery.in_step)
         self._count = len(self._plans)  # as each worker knows it: trajectory ids are unique among so many workers
         self._id_block = 0  # the block of new trajectory ids; earlier blocks may be used up
@@ -106,10 +108,10 @@ class WorkerBackend(Backend):
                 self._weights.check_packing(worker)
             self.delivery.prepare(supervisor)
             for worker in new:
-                for name, arguments in self._joining(worker):
+                for name, arguments in self._calls_for_newcomer(worker):
                     supervisor.call(name, {worker.index: arguments}, _mark_begun if name == "begin" else None)
 
-    def _joining(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
+    def _calls_for_newcomer(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
         """Yield the calls that bring a worker that starts later up to date.
 
         They tell it where its memory is, its state (the predecessor's, or new episodes with unused ids), the running
@@ -167,7 +169,7 @@ class WorkerBackend(Backend):
     def failed(self) -> bool:
         return self.supervisor.failed
 
-    def reports(self, clock: WorkClock | None = None) -> list[WorkerReport]:
+    def reports(self, clock: WorkClock) -> list[WorkerReport]:
         here = {*self.workers}
         return [
             WorkerReport(one.index, one in here and not one.child.gone(), one.frames, one.rollouts, one.size, one.stats)
@@ -214,7 +216,7 @@ class WorkerBackend(Backend):
         supervisor = self.supervisor
         with supervisor.listen_lock, supervisor.interrupts.held():
             supervisor.drain(within)
-            return self.delivery.settle()
+            return self.delivery.discard_arrived()
 
     def activity(self) -> list[WorkerActivity]:
         return activity_of(list(self.workers), self.transport)
@@ -306,7 +308,7 @@ class WorkerBackend(Backend):
         with supervisor.listen_lock, supervisor.interrupts.held():
             self.delivery.discard_unfinished()
             supervisor.recount_ordered(restarting=list(calls))
-            taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
+            taken = {worker.index: self._taken(worker)[0] for worker in self.workers}
             number = supervisor.calls + 1
             supervisor.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()}, on_answer)
             self.delivery.discard_before(list(calls), number)

@@ -31,7 +31,8 @@ class WorkerHandle:
         self.slots: dict[int, Slot] = {}
         self.lent: set[int] = set()  # numbers of those slots whose tensors the consumer still holds
         self.inbox: deque[Any] = deque()  # the answer to its last call, once it has arrived
-        self.busy_since = 0.0  # when it last sent something, or received work while idle
+        # When it last sent something, or received work while idle; later than now while it has time to start.
+        self.busy_since = 0.0
         self.pending_slots: dict[int, bool] = {}  # slots it has been told to fill, and whether with random actions
         # The number of the call it has not answered yet; `UNREQUESTED`: it has not sent its `WorkerInfo` yet.
         self.pending_call: int | None = None
@@ -148,7 +149,7 @@ class WorkerHandle:
     @property
     def size(self) -> int:
         """How many frames a full rollout has."""
-        return self.info.layout.steps * self.info.layout.lanes
+        return self.info.layout.frames
 
     @property
     def name(self) -> str:

@@ -50,10 +50,7 @@ class RowWriter(Protocol):
         """Write the rollout in a full slot."""
 
     def forget(self) -> None:
-        """Drop rows of unfinished episodes that are held back: after a new seed or state, trajectory ids may repeat.
-
-        A reset needs no call: it gives new ids, and `WholeTrajectories` drops the old episodes.
-        """
+        """Drop the rows held back of unfinished episodes: after a new seed or state, trajectory ids may repeat."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class RolloutReady:
     stats: Mapping[str, Any]
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: values sent beside the slot
-    since: int = 0  # the last call before it that started new episodes
+    after_call: int = 0  # the last call before it that started new episodes
     span: tuple[float, float] = (0.0, 0.0)  # when it began and ended
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
     statistics: Mapping[Name, Moments] | None = None  # running statistics of its env over everything it has seen
@@ -120,6 +117,7 @@ class EnvRebuilt:
 # send none.
 HELLO = "hello"
 _STARTS_EPISODES = ("reset", "set_seed", "load_state")  # calls that start new episodes
+_AT_A_PATH = ("find", "apply")  # calls of what is at a path, the first argument: no error there ends the worker
 
 
 class WorkerServer:
@@ -132,7 +130,7 @@ class WorkerServer:
     def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
         self.index = job.index
         self.doing = "starting"
-        self.since = 0  # the last call that started new episodes
+        self.after_call = 0  # the last call that started new episodes
         self.writer: RowWriter | None = None
         self._tracer: RolloutTracer | None = None
         self._strategy = job.strategy
@@ -182,10 +180,11 @@ class WorkerServer:
         )
 
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
-        """Execute a call and return the answer. A `UsageError` is returned too; other errors end the worker."""
+        """Execute a call and return the answer. A `UsageError` is returned too; most other errors end the worker."""
         self.doing = name
-        self.since = call if name in _STARTS_EPISODES else self.since
-        answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
+        self.after_call = call if name in _STARTS_EPISODES else self.after_call
+        refused, doing = (Exception, arguments[0]) if name in _AT_A_PATH else (UsageError, "")
+        answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), refused, doing)
         self.doing = "waiting"
         return answer
 
@@ -225,7 +224,7 @@ class WorkerServer:
             stats=self.counts(),
             finals=finals,
             loose=loose,
-            since=self.since,
+            after_call=self.after_call,
             span=worker.span,
             episodes=worker.take_episodes(),
             statistics=self.do_statistics() or None,
@@ -321,24 +320,18 @@ class WorkerServer:
         self.worker.ledger.mark_cut(range(self.worker.lanes))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return what is at a path. An error is returned to the caller and leaves the worker unchanged."""
-        try:
-            found = get_attribute(WorkerView(self, self.interruptor), path)
-            if packed is not None:
-                args, kwargs = cloudpickle.loads(packed)
-                found = found(*args, **kwargs)
-            dumps(found, path)  # here, where an object that cannot be pickled can still be reported
-            return found
-        except Exception as error:
-            return Raised.of(error, path)
+        """Return what is at a path, or what it returns when called."""
+        found = get_attribute(WorkerView(self, self.interruptor), path)
+        if packed is not None:
+            args, kwargs = cloudpickle.loads(packed)
+            found = found(*args, **kwargs)
+        dumps(found, path)  # here, where an object that cannot be pickled can still be reported
+        return found
 
-    def do_apply(self, path: str, packed: bytes) -> Any:
+    def do_apply(self, path: str, packed: bytes) -> None:
         """Apply weights, extracted by a user's own strategy, to the model at a path."""
-        try:
-            strategy, weights = cloudpickle.loads(packed)
-            strategy.apply_weights(get_attribute(WorkerView(self, self.interruptor), path), weights)
-        except Exception as error:
-            return Raised.of(error, path)
+        strategy, weights = cloudpickle.loads(packed)
+        strategy.apply_weights(get_attribute(WorkerView(self, self.interruptor), path), weights)
 
     def do_profile(self, settings: TraceSettings | None) -> None:
         """Trace the next rollouts; None stops tracing."""

@@ -29,7 +29,7 @@ class WorkerView:
         self.compiled_policy, self.cudagraphed_policy = plan.compile_policy is not None, plan.cuda_graphs
         self.exploration_type, self.reset_at_each_iter = plan.exploration, plan.reset_at_each_iter
         self.frames_per_batch = worker.layout.steps
-        self.requested_frames_per_batch = worker.layout.steps * worker.layout.lanes
+        self.requested_frames_per_batch = worker.layout.frames
         self.policy_version = worker.loop.version
         self.pre_collect_hook, self.post_collect_hook = server.hooks
         writer = server.writer

@@ -29,7 +29,7 @@ from reap.backends.base import Backend, Halted, Rollout
 from reap.backends.local.pauses import Paused
 from reap.buffers.replay import ReplayBuffer
 from reap.collectors.buffer_writers import Sink, WriteOptions, sink_for
-from reap.collectors.options import Options
+from reap.collectors.options import HOOKS, Options
 from reap.collectors.parts.background import Runner, ThreadRunner
 from reap.collectors.parts.batch_pipeline import BatchPipeline
 from reap.collectors.parts.lifecycle import NEVER_BUILT, Lifecycle
@@ -77,12 +77,10 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._life = Lifecycle(type(self).__name__)
         guard(self)
         self.replay_buffer = options.replay_buffer
-        self._pipeline = BatchPipeline(options, self._make_sink())
         self._in_own_rollout = False  # whether `_own_rollout` is calling a subclass's `rollout` for the next batch
         self._last: Rollout | None = None
         self._overrides = not type(self).rollout.__module__.startswith("reap.collectors.")
-        if self._overrides:
-            self._check_rollout()
+        self._pipeline = BatchPipeline(options, self._make_sink())
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
             self.replay_buffer.watch(options.timeout)
@@ -91,8 +89,9 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._watch: Watch | None = None  # serves the live view, once `watch()` was called
         self._clock = WorkClock()  # measures the time this process spends in `next()`, and between two calls
         self._profiler = Profiler()
-        # Hooks that this process calls; those that workers call are in `MultiCollector._worker_hooks`.
-        self._pre_hook, self._post_hook = options.pre_collect_hook, options.post_collect_hook
+        # By option name: the hooks that this process calls, and those that workers call.
+        self._hooks = {name: getattr(options, name) for name in HOOKS}
+        self._worker_hooks: dict[str, Any] = {}
         self.postproc = options.postproc
         self.weight_updater = as_updater(options.weight_updater)
         if self.weight_updater is not None and hasattr(self.weight_updater, "register_collector"):
@@ -142,7 +141,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
         With a replay buffer it yields None for each batch that was written. The return type leaves that out.
         """
-        self._check_not_background()
+        self._check_not_background()  # here too: `_iterate` would raise only when its first batch is asked for
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
@@ -199,24 +198,24 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """The function called before each batch is collected."""
-        return self._pre_hook
+        """The function called before each batch is collected; workers call one that is assigned here."""
+        return (self._hooks | self._worker_hooks).get("pre_collect_hook")
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
-        self._pre_hook = hook
+        self._set_hook("pre_collect_hook", hook)
 
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
-        """The function called with each batch before it is delivered."""
-        return self._post_hook
+        """The function called with each batch; workers call one that is assigned here, with their own rollouts."""
+        return (self._hooks | self._worker_hooks).get("post_collect_hook")
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        self._post_hook = hook
+        self._set_hook("post_collect_hook", hook)
 
-    def _check_rollout(self) -> None:
-        """Raise if this collector would never call a subclass's override of `rollout`."""
+    def _set_hook(self, name: str, hook: Any) -> None:
+        self._hooks[name] = hook
 
     def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:
         """Return what the subclass's `rollout` returns, and the rollout it took by `super().rollout()`, if it did."""
@@ -270,10 +269,10 @@ class BaseCollector(IterableDataset[TensorDict]):
     def _next_batch(self) -> TensorDictBase | None:
         """Return the next batch, ready for the consumer; None if it was written to the replay buffer."""
         if not self._pipeline.taken:
-            if self._pre_hook is not None:
-                self._pre_hook()
+            if (hook := self._hooks.get("pre_collect_hook")) is not None:
+                hook()
             self._fetch()
-        return self._pipeline.deliver(self.postproc, self._post_hook)
+        return self._pipeline.deliver(self.postproc, self._hooks.get("post_collect_hook"))
 
     def _fetch(self) -> None:
         self._weights.count_rollouts(1, background=self._runner is not None)
@@ -695,7 +694,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         """End the workers and close the envs, then raise the error of a failed background run. May be called twice.
 
         A rollout that another thread of this process is collecting is broken off after its current step. `timeout`:
-        seconds to wait for that (5 by default).
+        seconds to wait for that (5 by default). Worker processes end within about 5 seconds in any case.
         """
         if self._life.why_foreign is not None:  # only the process that made the collector may end it
             return

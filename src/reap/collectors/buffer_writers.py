@@ -66,10 +66,7 @@ class Sink(Protocol):
         """Write a batch `[T]` or `[N, T]` that this worker has collected."""
 
     def forget(self) -> None:
-        """Drop frames of unfinished episodes that are held back: trajectory ids may repeat from here on.
-
-        Called for a new seed or a loaded state; after a reset, `WholeTrajectories` drops the old episodes by itself.
-        """
+        """Drop the frames held back of unfinished episodes: after a new seed or state, trajectory ids may repeat."""
 
 
 class _Batches:
@@ -169,17 +166,14 @@ def post_processed(
     *,
     split: Callable[[TensorDictBase], TensorDictBase] | None,
     postproc: Callable[[Any], Any] | None,
-    hook: Callable[[Any], Any] | None,
 ) -> TensorDictBase:
-    """Split a batch, post-process it and show it to the hook; return what is then delivered or written."""
+    """Split a batch and post-process it; return what is then shown to the hook, and delivered or written."""
     if split is not None:
         batch = split(batch)
     if postproc is not None:
         batch = postproc(batch)
         if batch is None:
             raise UsageError("postproc returned None; it must return the batch")
-    if hook is not None:
-        hook(batch)
     return batch
 
 
@@ -224,7 +218,10 @@ class Writer:
         else:
             batch = assembler(layout)(arrays, layout).clone()  # they may keep it, and the slot is filled again
         split = partial(split_trajectories, prefix="collector") if options.split else None
-        self._sink.write(post_processed(batch, split=split, postproc=self.postproc, hook=self.hook))
+        batch = post_processed(batch, split=split, postproc=self.postproc)
+        if self.hook is not None:
+            self.hook(batch)
+        self._sink.write(batch)
 
     def forget(self) -> None:
         """Drop the frames of unfinished episodes, which will never be completed."""

@@ -26,7 +26,7 @@ from reap.backends.worker_backend import WorkerBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink
 from reap.collectors.keywords import MultiCollectorOptions
-from reap.collectors.options import Options, accept_legacy, is_list, read_options, shows_options
+from reap.collectors.options import HOOKS, Options, accept_legacy, is_list, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
 from reap.collectors.parts.background import Runner
 from reap.collectors.parts.weight_updates import Workers, load_model, root_of_path
@@ -114,7 +114,7 @@ class MultiCollector(BaseCollector):
         workers = [
             dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
         ]
-        self._lag_limit = _lag_limit(settings)
+        self._lag_limit = None if settings.max_lag is None else LagLimit(settings.max_lag)
         self._workers_write = self._placement.workers_write(workers[0].replay_buffer)
         self._prepare(workers[0], update_interval=self._placement.update_interval)
         storing = [worker.devices[1] for worker in workers]
@@ -122,10 +122,8 @@ class MultiCollector(BaseCollector):
             everywhere = [torch.device("cpu")] * count if self._sync else storing
             self._pipeline.storing_by_worker = dict(enumerate(everywhere))
         self._policy, self._strategy = policy, settings.strategy()
-        self._worker_hooks: dict[str, Any] = {}  # the hooks that workers call
         if self._workers_write or settings.hooks_in_workers:
-            self._worker_hooks = {"pre_collect_hook": self._pre_hook, "post_collect_hook": self._post_hook}
-            self._pre_hook = self._post_hook = None
+            self._hooks, self._worker_hooks = {}, self._hooks
         self.num_workers = count
         self.create_env_fn = makers
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
@@ -153,6 +151,10 @@ class MultiCollector(BaseCollector):
         if settings.interruptor is not None or settings.return_same_td:
             one = "interruptor" if settings.interruptor is not None else "return_same_td"
             raise WrongArgument(f"{one} works only in a Collector in this process; {name} has worker processes")
+        if self._sync and settings.preemptive_threshold is not None and not self._placement.preempts:
+            raise UsageError("preemptive_threshold cannot stop remote workers during a rollout; leave it out")
+        if settings.max_lag is not None and self._placement.workers_write(settings.replay_buffer):
+            raise UsageError("max_lag cannot drop rollouts that workers write to the buffer themselves; leave it out")
         if not self._sync and settings.cat_results not in (None, "stack"):
             raise UsageError(
                 f"cat_results joins the rollouts of all workers, but {name} delivers them one by one; leave it out"
@@ -164,8 +166,6 @@ class MultiCollector(BaseCollector):
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
         """Return the backend that reaches the workers where the placement puts them."""
         place = self._placement
-        if self._sync and settings.preemptive_threshold is not None and not place.preempts:
-            raise UsageError("preemptive_threshold cannot stop remote workers during a rollout; leave it out")
         return WorkerBackend(
             plans,
             transport=place.transport(plans, settings),
@@ -184,7 +184,7 @@ class MultiCollector(BaseCollector):
 
     def _backend_options(self, settings: Options) -> dict[str, Any]:
         """Return the arguments of `WorkerBackend` that are the same wherever the workers live."""
-        hooks = {name: getattr(settings, name) for name in ("pre_collect_hook", "post_collect_hook")}
+        hooks = {name: getattr(settings, name) for name in HOOKS}
         return {
             "source": self._weights_source,
             "scheme": settings.weight_transport,
@@ -218,6 +218,11 @@ class MultiCollector(BaseCollector):
 
     def _make_sink(self) -> Sink | None:
         """Return the sink of this process, or None if workers write to the buffer."""
+        if self._overrides and self.replay_buffer is not None:
+            raise UsageError(
+                f"{type(self).__name__} overrides rollout(), which a collector with workers does not call if "
+                f"there is a replay buffer; give a postproc, or write to the buffer yourself"
+            )
         sink = super()._make_sink()  # called in both cases: it checks the options
         return None if self._workers_write else sink
 
@@ -260,10 +265,9 @@ class MultiCollector(BaseCollector):
     def _learn_sizes(self) -> None:
         """Set the number of frames a batch really holds, warn if it was rounded, and choose the arrangement."""
         layouts = [worker.info.layout for worker in self._backend.workers]
-        sizes = [layout.steps * layout.lanes for layout in layouts]
+        sizes = [layout.frames for layout in layouts]
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
-        self._sizes = sizes
         what = f"{len(layouts)} workers with {layouts[0].lanes} lanes" if self._sync else f"{layouts[0].lanes} lanes"
         self._warn_rounding(asked, self.requested_frames_per_batch, what)
         if self._sync:
@@ -274,7 +278,7 @@ class MultiCollector(BaseCollector):
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
         """Return how many frames a worker (by default the first) makes for a batch."""
-        return self._sizes[worker_idx or 0]
+        return self._backend.known_workers[worker_idx or 0].size
 
     def fake_tensordict(self) -> TensorDictBase:
         """Raise `NotImplementedError`: batches come from other processes, so their shape is not known in advance."""
@@ -327,42 +331,13 @@ class MultiCollector(BaseCollector):
         with self._backend.uninterrupted():
             return super().rollout()
 
-    def _check_rollout(self) -> None:
-        if self.replay_buffer is not None:
-            raise UsageError(
-                f"{type(self).__name__} overrides rollout(), which a collector with workers does not call if "
-                f"there is a replay buffer; give a postproc, or write to the buffer yourself"
-            )
-
-    # This process calls the hooks, or the workers do: if workers write to the buffer, with `hooks_in_workers`, and for
-    # every hook that is assigned later.
-
-    @property
-    def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """The function called before each batch or rollout; workers call one that is assigned here."""
-        return self._worker_hooks.get("pre_collect_hook") or self._pre_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
-        self._pre_hook = None
-        self._hook_workers(pre_collect_hook=hook)
-
-    @property
-    def post_collect_hook(self) -> Callable[[Any], Any] | None:
-        """The function called with each batch; workers call one that is assigned here, with their own rollouts."""
-        return self._worker_hooks.get("post_collect_hook") or self._post_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        self._post_hook = None
-        self._hook_workers(post_collect_hook=hook)
-
-    def _hook_workers(self, **hooks: Any) -> None:
-        for name, hook in hooks.items():
-            if hook is not None and not callable(hook):
-                raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
-        self._ask(lambda: self._backend.set_hooks(hooks))
-        self._worker_hooks |= hooks
+    def _set_hook(self, name: str, hook: Any) -> None:
+        """Let the workers call a hook, as they do if they write to the buffer, and with `hooks_in_workers`."""
+        if hook is not None and not callable(hook):
+            raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
+        self._ask(lambda: self._backend.set_hooks({name: hook}))
+        self._worker_hooks[name] = hook
+        self._hooks.pop(name, None)  # last: a hook that is refused leaves the one before it where it was
 
     def _fetch(self) -> None:
         with self._backend.uninterrupted():
@@ -563,14 +538,6 @@ class AsyncCollector(MultiAsyncCollector):
         if whole("num_workers", num_workers, none=True) not in (None, 1):
             raise UsageError("AsyncCollector has one worker; MultiAsyncCollector takes num_workers")
         super().__init__([create_env_fn], policy, **options)
-
-
-def _lag_limit(options: Options) -> LagLimit | None:
-    if options.max_lag is not None and options.trajs_per_batch is not None:
-        raise UsageError(
-            "max_lag may drop the middle of an episode, but trajs_per_batch needs whole episodes; give one"
-        )
-    return None if options.max_lag is None else LagLimit(options.max_lag)
 
 
 def _count_and_makers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:

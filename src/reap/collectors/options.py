@@ -29,6 +29,7 @@ _LEGACY = {
     "exploration_mode": "exploration_type",
 }
 _MODELS = ("policy", "env", "postproc")  # where a model's path can begin, for weights that are sent to it
+HOOKS = ("pre_collect_hook", "post_collect_hook")
 _ONLY_IN_TORCHRL = {"collector_class", "weight_recv_schemes"}
 # Options of collectors whose workers are processes of their own.
 WORKERS_ONLY = frozenset(
@@ -222,11 +223,11 @@ class Options:
             most = None if name == "total_frames" else MOST
             least = None if name in ("total_frames", "worker_idx") else -1  # any negative total is without end
             self._whole(name, least=least, most=most, none=True)
-        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory", "init_fn"):
+        for name in ("postproc", *HOOKS, "policy_factory", "init_fn"):
             function(name, getattr(self, name))
         for name in _FLAGS:
             flag(name, getattr(self, name), none=True)
-        self.names  # noqa: B018  # raises if `out_keys` is invalid
+        self.out_key_tuples  # noqa: B018  # raises if `out_keys` is invalid
         mapping("create_env_kwargs", self.create_env_kwargs)
         for name in ("compile_policy", "cudagraph_policy"):
             value = getattr(self, name)
@@ -277,6 +278,10 @@ class Options:
                 raise UsageError(
                     f"trajs_per_batch delivers whole episodes with ids; {name}={bad} cannot be combined with it"
                 )
+        if self.max_lag is not None:
+            raise UsageError(
+                "max_lag may drop the middle of an episode, but trajs_per_batch needs whole episodes; give one"
+            )
 
     def _check_buffer(self) -> None:
         self._whole("trajs_per_write", least=1, none=True)
@@ -398,7 +403,7 @@ class Options:
         return max(self.init_random_frames or 0, 0)
 
     @property
-    def names(self) -> list[Key] | None:
+    def out_key_tuples(self) -> list[Key] | None:
         """`out_keys`, each as a tuple."""
         given = self.out_keys
         if given is None:

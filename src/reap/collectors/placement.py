@@ -39,8 +39,6 @@ class Placement:
         """Return the factory of the workers' buffer writers; None if workers do not write to the buffer themselves."""
         if not self.workers_write(options.replay_buffer):
             return None
-        if options.max_lag is not None:
-            raise UsageError("max_lag cannot drop rollouts that workers write to the buffer themselves; leave it out")
         writing = WriteOptions.of(options)
         maker, parts = self._writer_maker(writing, options)
         # Packed only to fail early: the job carries it.

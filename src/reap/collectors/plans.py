@@ -91,7 +91,7 @@ def plan_for(
         policy_device=device if device is not None and device.type != "cpu" else None,
         shown_device=device,
         trust_policy=bool(options.trust_policy),
-        out_keys=options.names,
+        out_keys=options.out_key_tuples,
         capture=bool(options.capture),
         compile_policy=options.compiling,
         reset_when_done=options.reset_when_done,

@@ -13,6 +13,14 @@ wrapped in a `PolicyWrapper`:
     PerLanePolicy   a TensorDictPolicy for such lanes, which keeps state for each lane (policies/per_lane_policy.py)
     LaneByLane      one policy per lane, with a random generator of its own (policies/lane_by_lane.py)
     RootPolicy      a TensorDictPolicy on the TensorDict that a TorchRL env carries (envs/torchrl/root_policy.py)
+
+How one is called, from the loop inwards; `TensorPolicy` has `act`, the others differ in what is below:
+
+    act(row)          `forward` on the row's inputs, then `write`, which checks the values and puts them into the row
+    forward(inputs)   → values; a TensorDictPolicy calls `answer`, and keeps what the next step finds
+    answer(inputs, …) copies the inputs into a TensorDict and calls the user's policy; `taken` → values
+    once(inputs)      → values as at a first step, keeping nothing
+    probe(inputs, …)  a first call, made before any rollout, that fixes the columns of `outputs`
 """
 
 from __future__ import annotations

@@ -78,10 +78,6 @@ class RolloutLoop:
             self.ledger.reset(chosen, fresh_ids=fresh_ids)
         self.policy.forget(chosen)
 
-    def reset_all_next(self) -> None:
-        """Make the next rollout begin with new episodes in all lanes, because their position is unknown."""
-        self.due = list(self.lanes)
-
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
         """Collect one rollout into `slot` and return its number of steps.
 

@@ -1,4 +1,4 @@
-"""Slots: memory for one rollout.   FREE → WRITING → FULL → READING → FREE (a `Pool` keeps this), one owner at a time.
+"""Slots: memory for one rollout.   free → being filled → full → being read → free: one owner at a time.
 
     Layout   which columns, how many steps and lanes, and where each column begins in the block
     Slot     one block of bytes and every column as an array `[T, N, …]` on it; loose columns (text, ragged, objects)
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import itertools
 import os
 import weakref
@@ -107,6 +106,11 @@ class Layout:
         return self.columns == other.columns and (self.steps, *self.dims) == (other.steps, *other.dims)
 
     @property
+    def frames(self) -> int:
+        """How many frames a full rollout has."""
+        return self.steps * self.lanes
+
+    @property
     def batch_size(self) -> tuple[int, ...]:
         """The leading dimensions of a delivered batch."""
         return (*self.dims, self.steps)
@@ -144,15 +148,6 @@ class Layout:
     def tensor(self, key: Key, array: np.ndarray[Any, Any]) -> torch.Tensor:
         """Return a column, or a part of it, as a tensor on the same memory."""
         return as_tensor(array, self.columns[key].dtype)
-
-
-class State(enum.Enum):
-    """Who owns a slot."""
-
-    FREE = "free"
-    WRITING = "writing"
-    FULL = "full"
-    READING = "reading"
 
 
 class Row:
@@ -229,7 +224,6 @@ class Slot:
             for key, leaf in layout.loose.items()
         }
         self.arrays = {**(layout.arrays(self.block) if arrays is None else arrays), **self._loose}
-        self.state = State.FREE
         self.number_in_env: int | None = None  # its number in the env that made it, if one did
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
@@ -376,8 +370,9 @@ class RowKeys:
 class Pool:
     """At most `limit` slots that can be lent, made when first needed, and one reserve that is never lent.
 
-    `acquire` never waits: when the consumer holds every other slot, the reserve is filled instead and the batch
-    is copied out of it. A batch in the consumer's hands is never overwritten.
+    Only who has acquired a slot writes to it, until it is lent or released. `acquire` never waits: when the consumer
+    holds every other slot, the reserve is filled instead and the batch is copied out of it. A batch in the consumer's
+    hands is never overwritten.
     """
 
     def __init__(self, layout: Layout, limit: int = 2, make: Callable[[Layout, int], Slot] = Slot) -> None:
@@ -392,30 +387,24 @@ class Pool:
         """Return a slot to write to."""
         for slot in [slot for slot in self._lent if slot.returned]:
             self._lent.remove(slot)
-            slot.state = State.FREE
             self._free.append(slot)
         if self._free:
-            slot = self._free.popleft()
-        elif len(self._slots) < self._limit:
-            slot = self._make(self.layout, len(self._slots))
-            self._slots.append(slot)
-        else:
-            slot = self._reserve = self._reserve or self._make(self.layout, -1)
-        slot.state = State.WRITING
-        return slot
+            return self._free.popleft()
+        if len(self._slots) < self._limit:
+            self._slots.append(self._make(self.layout, len(self._slots)))
+            return self._slots[-1]
+        self._reserve = self._reserve or self._make(self.layout, -1)
+        return self._reserve
 
     def lend(self, slot: Slot) -> dict[Key, np.ndarray[Any, Any]]:
         """Return the columns of a full slot for the consumer to keep: lent, or copied if it is the reserve."""
         if slot is self._reserve:
-            slot.state = State.FREE
             return slot.copied()
-        slot.state = State.READING
         self._lent.append(slot)
         return slot.lend()
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was never lent."""
         slot.take_references()
-        slot.state = State.FREE
         if slot is not self._reserve:
             self._free.append(slot)

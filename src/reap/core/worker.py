@@ -32,7 +32,7 @@ from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop
-from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot, State
+from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
 from reap.failures import Rebuilds
@@ -80,16 +80,21 @@ class Plan:
 
 
 class Worker(AnyWorker):
-    """An env, a policy and the loop that joins them. `parts`: env and policy, if already built.
+    """An env, a policy and the loop that joins them.
 
-    `pool`: slots, used if the collector is in the same process.
+    Args:
+        plan: what it is built from.
+        built: env and policy, if they are built already.
+        same_slot: whether all rollouts go into one slot.
+        ids: numbers its trajectories.
+        rebuilds: the budget for envs that are rebuilt after they raised.
     """
 
     def __init__(
         self,
         plan: Plan,
         *,
-        parts: tuple[Env, Any] | None = None,
+        built: tuple[Env, Any] | None = None,
         same_slot: bool = False,
         ids: TrajectoryIds | None = None,
         rebuilds: Any = None,
@@ -98,9 +103,9 @@ class Worker(AnyWorker):
         self.should_stop = plan.stop  # called after every step
         self._filling: Slot | None = None
         self._ids = ids or TrajectoryIds()
-        env = plan.make_env() if parts is None else parts[0]
+        env = plan.make_env() if built is None else built[0]
         try:
-            self._build(plan, env, plan.make_policy() if parts is None else parts[1], same_slot, rebuilds)
+            self._build(plan, env, plan.make_policy() if built is None else built[1], same_slot, rebuilds)
         except BaseException:
             env.close()  # the worker was not built, so no one else can close it
             raise
@@ -149,6 +154,7 @@ class Worker(AnyWorker):
                 f"{show_keys(list(self.layout.loose)[:1])} are separate objects: leave return_same_td out"
             )
         make = pinned(self.env.make_slot, plan.policy_device)
+        # Worker processes make no slot in it: theirs lie in memory that they share with the parent.
         self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
 
     def _layout(self) -> Layout:
@@ -264,7 +270,6 @@ class Worker(AnyWorker):
             self._fill_sorted(slot, self.sorter, policy)
         self.env.driver = self.loop.driver_token  # TorchRL's env may have taken the loop's steps for the user's
         self.stats.end(times)
-        slot.state = State.FULL
         return self.stats.frames - before
 
     def _fill_sorted(self, slot: Slot, sorter: Sorter, policy: Policy | None) -> None:
@@ -287,8 +292,8 @@ class Worker(AnyWorker):
                 if self._quota is not None and self._quota.met:
                     break
             sorter.deliver(slot, self.ledger)
-        except BaseException:  # interrupted (Ctrl-C): reset every lane
-            self.loop.reset_all_next()
+        except BaseException:  # also Ctrl-C: nobody knows where the lanes are, so the next rollout resets all
+            self.loop.due = list(self.loop.lanes)
             sorter.clear()
             self.ledger.reset(range(self.lanes))
             raise

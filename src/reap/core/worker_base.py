@@ -29,7 +29,9 @@ class AnyWorker:
     model: Any  # the policy as the user made it
     policy: Policy
     tells_episodes = True  # whether it can report its episodes one by one
-    _rollout_lost = False  # whether the last rollout was never delivered
+    # Whether the last rollout was never delivered. `loop.due` and `env.driver` say too that lanes have to be reset, but
+    # `open_state` begins new episodes for this reason only.
+    _rollout_lost = False
 
     @property
     def version(self) -> int:

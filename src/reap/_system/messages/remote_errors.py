@@ -29,7 +29,7 @@ class Raised:
     @classmethod
     def of(cls, error: BaseException, doing: str = "") -> Raised:
         """Return the message for an error just caught; one that is not reap's is reported as raised by `doing`."""
-        error = debugger_left(error) or as_reap_error(error, doing)
+        error = debugger_left(error) or as_raised(f"{doing} raised", error)
         text = "".join(traceback.format_exception(error.__cause__ or error))
         return cls(_error_bytes(error), _error_bytes(error.__cause__), text)
 
@@ -44,11 +44,6 @@ class Raised:
             cause.__cause__ = RemoteTraceback(self.text)
         error.__cause__ = cause if cause is not None else RemoteTraceback(self.text)
         return error
-
-
-def as_reap_error(error: BaseException, doing: str) -> ReapError:
-    """Return `error` if it is one of reap's own, else a `WorkerRaised` that says `doing` raised it."""
-    return as_raised(f"{doing} raised", error)
 
 
 def _error_bytes(error: BaseException | None) -> bytes:

@@ -23,7 +23,7 @@ import torch
 
 from reap._system.interrupts import Interrupts
 from reap._system.messages.pickling import dumps, pack
-from reap._system.messages.remote_errors import Raised, as_reap_error
+from reap._system.messages.remote_errors import Raised
 from reap._system.processes import DEADLINE
 from reap._system.silence import Silence
 from reap._system.threads import stack_of
@@ -33,7 +33,7 @@ from reap.backends.local.process_worker import LocalWorkerServer, WorkerFiles
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Job, what_it_did
 from reap.core.resume import generators, set_generators
-from reap.errors import ReapError, WorkerDied, WorkerSilent
+from reap.errors import ReapError, WorkerDied, WorkerSilent, as_raised
 from reap.seeding import seed_process
 
 _IDLE_SLEEP = 0.05  # seconds to sleep when no worker has work
@@ -265,7 +265,7 @@ class InlineRaised(Raised):
     @classmethod
     def of(cls, error: BaseException, doing: str = "") -> InlineRaised:
         """Return the message for an error that was just caught."""
-        return cls(b"", b"", "", as_reap_error(error, doing))
+        return cls(b"", b"", "", as_raised(f"{doing} raised", error))
 
     def unpack(self) -> ReapError:
         """Return the error itself."""

@@ -180,7 +180,7 @@ class LocalWorkerServer(WorkerServer):
     def fill(self, index: int) -> bytes:
         """Fill a slot, and return the pickled message about it. Claimed frames decide whether actions are random."""
         slot = self._slots[index]
-        claimed = self.counters.claim(self._job.index, self._size, most=self.counters.random)
+        claimed = self.counters.claim(self._job.index, slot.layout.frames, most=self.counters.random)
         message = self._ready_message(slot.index, slot, self._collect(slot, random=claimed is not None))
         return dumps(message, "an observation") if message.loose else pickle.dumps(message)
 
@@ -204,17 +204,14 @@ class LocalWorkerServer(WorkerServer):
         if counters.rest or self.writer is None or not self.writer.wanted:
             return
         self._position[0] = BETWEEN  # first: hooks and writes may hang from here on, which the parent must notice
-        before = counters.claim(index, self._size, most=counters.total)
+        slot = self._slots[0]
+        before = counters.claim(index, slot.layout.frames, most=counters.total)
         if before is not None:
-            frames = self._collect(self._slots[0], random=before < counters.random)
+            frames = self._collect(slot, random=before < counters.random)
             self._unreported.add(self.worker.take_episodes())
-            counters.finish(index, frames, self._size, self.counts(), self._unreported)
+            counters.finish(index, frames, slot.layout.frames, self.counts(), self._unreported)
             self._handed_over()
         self._position[0] = NOWHERE
-
-    @property
-    def _size(self) -> int:
-        return self.worker.layout.steps * self.worker.layout.lanes
 
     def _refresh(self) -> None:
         if self._shared is not None and (version := self._shared.refresh(self.tensors)) is not None:
@@ -223,13 +220,13 @@ class LocalWorkerServer(WorkerServer):
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def do_begin(self, memory: WorkerMemory) -> None:
-        """Map the memory that the parent has allocated, then exempt what exists from garbage collection."""
+        """Map the memory that the parent has allocated."""
         whole = SharedSlots(self._files.common if memory.common else self._files.own, memory.layout, memory.count)
         pin(whole.block, self.worker.plan.policy_device)
         self._slots = {i: whole.window(i, self.worker.layout, memory.first_lane) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(self._files.weights, memory.packing)
-        self.freeze_objects()
+        self.freeze_objects()  # what lives as long as the worker is not scanned for garbage again and again
 
     def do_run(self) -> None:
         """Run free from now on: collect rollouts into the first slot without waiting for its number."""

@@ -6,7 +6,8 @@ total      number of frames that free-running workers are to collect     parent 
 rest       free-running workers begin no rollout                         parent writes
 leave      workers exit after their current step                         parent writes
 claimed    frames that count against `total`, or, of workers given       its worker, the file locked while it adds;
-           slots, against `random`: later ones are not counted           the parent, while that worker rests or is gone
+           slots, against `random`: later ones are not counted.          the parent, while that worker rests or is gone
+           After a reset or a restart: the frames taken so far
 step       position of each worker in its rollout                        its worker writes
 lane       the lane that is being stepped, if the env can tell           its worker writes
 _frames    frames that each free-running worker has finished             its worker writes

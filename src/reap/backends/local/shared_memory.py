@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import selectors
 import signal
 from collections.abc import Sequence
 from typing import Any
 
-from reap._system.conversation import Conversation
 from reap._system.interrupts import Interrupts
 from reap._system.messages.pickling import pack
 from reap._system.processes import DEADLINE, LAST_STEP, Child, StartMethod, end
@@ -97,7 +97,7 @@ class ProcessConnection(WorkerConnection):
 
     def __init__(self, index: int, child: Child, free: int, selector: selectors.BaseSelector) -> None:
         self.index, self.child, self._free, self._selector = index, child, free, selector
-        self._conversation, self._owner = Conversation(child), os.getpid()
+        self._owner = os.getpid()
         selector.register(child.sentinel, selectors.EVENT_READ, self)
         selector.register(child.socket, selectors.EVENT_READ, self)
         self.flush()
@@ -120,10 +120,8 @@ class ProcessConnection(WorkerConnection):
                 os.write(self._free, bytes([slot]))
 
     def receive(self) -> tuple[list[Any], bool]:
-        gone = self._conversation.receive()
-        messages = list(self._conversation.inbox)
-        self._conversation.inbox.clear()
-        return messages, gone
+        gone = self.child.gone()  # checked first: then all that it sent before its end is there to be read
+        return [pickle.loads(data) for data in self.child.socket.receive()], gone
 
     def retire(self) -> None:
         """End its process at once, whatever it is still doing: it has failed."""
@@ -133,7 +131,8 @@ class ProcessConnection(WorkerConnection):
         self.hang_up()
         if not self.child.gone(_CLOSE_TIME):  # a worker that raised closes its env now
             self.child.signal(signal.SIGKILL)
-        end([self.child], patience=0.0, deadline=DEADLINE)
+            self.child.gone(DEADLINE)
+        self.child.release()
 
     def hang_up(self) -> None:
         """Close the free pipe and the connection: no more slots, no more calls."""

@@ -65,7 +65,7 @@ class Message(NamedTuple):
         further = full.loose or ended or any(x is not None for x in (full.finals, full.statistics, full.state_after))
         data = bytes(cloudpickle.dumps(kept)) if further else b""
         words, numbers = header(), numbers_of(full.stats)
-        words[:_SPAN] = 1, len(data), full.slot, full.frames, full.version, full.since
+        words[:_SPAN] = 1, len(data), full.slot, full.frames, full.version, full.after_call
         words[_SPAN:_STATS].view(np.float64)[:] = full.span
         words[_STATS:].view(np.float64)[:] = numbers
         return cls(words, block, data)
@@ -82,7 +82,7 @@ class Header:
         """Return the `RolloutReady` of this header and the pickled parts `more`."""
         kept = pickle.loads(more) if more else (None, {}, None, None, None)
         finals, loose, episodes, statistics, state_after = kept
-        frames, version, since = self.words[FRAMES:_SPAN].tolist()
+        frames, version, after_call = self.words[FRAMES:_SPAN].tolist()
         stats = stats_of(self.words[_STATS:].view(np.float64))
         begun, ended = self.words[_SPAN:_STATS].view(np.float64).tolist()
         return RolloutReady(
@@ -92,7 +92,7 @@ class Header:
             stats,
             finals=finals,
             loose=loose,
-            since=since,
+            after_call=after_call,
             span=(begun, ended),
             episodes=episodes,
             statistics=statistics,

@@ -153,7 +153,7 @@ class RayCollector(MultiCollector):
             )
         if collector_kwargs and any(collector_kwargs if isinstance(collector_kwargs, list) else [collector_kwargs]):
             raise UsageError("collector_kwargs: new actors have the options of the existing ones; leave it out")
-        own, size = self.options, self._sizes[0]
+        own, size = self.options, self._backend.workers[0].size
         plans = self._plans([own] * len(makers), makers, self._policy, [size] * len(makers))
         resources = _resources(remote_configs or self._placement.given["remote_configs"], plans, extend=True)
         self._ray.expect(resources)

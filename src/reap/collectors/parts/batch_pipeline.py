@@ -51,10 +51,7 @@ class BatchPipeline:
         return left or self.frames < self._total or bool(self.taken) or self.ready is not None
 
     def forget(self) -> None:
-        """Drop everything that is held back, for a new seed or a loaded state: trajectory ids may repeat after these.
-
-        A reset needs no call: it gives new ids, and `WholeTrajectories` drops the old episodes.
-        """
+        """Drop everything that is held back: after a new seed or a loaded state, trajectory ids may repeat."""
         self.drop_taken()
         if self.sink is not None:
             self.sink.forget()
@@ -159,7 +156,7 @@ class BatchPipeline:
             part = self.taken[0]
             done = part.batch
             if not part.finished and (split is not None or postproc is not None):
-                done = post_processed(done, split=split, postproc=postproc, hook=None)
+                done = post_processed(done, split=split, postproc=postproc)
             if hook is not None or self.listeners.all or self.sink is not None:
                 # Kept first: after Ctrl-C in hook or sink, a postproc that changes the batch must not run again.
                 self.taken[0] = Part(done, part.worker, finished=True)
@@ -180,4 +177,4 @@ class BatchPipeline:
         batch = batch if self._storing is None else batch.to(self._storing)
         self.arrangement.rename(batch)
         split = self.arrangement.split if self._options.split_trajs else None
-        return post_processed(batch, split=split, postproc=postproc, hook=None)
+        return post_processed(batch, split=split, postproc=postproc)

@@ -62,7 +62,7 @@ def _large(layout: Layout) -> dict[Key, Leaf]:
     """Return the columns of at least `LARGE` bytes that are delivered in another order than they have in memory."""
     if not layout.batched or layout.lanes == 1 or layout.steps == 1:
         return {}
-    rows = layout.lanes * layout.steps
+    rows = layout.frames
     found = {}
     for key, leaf in layout.columns.items():
         if leaf.loose or leaf.once or key in layout.look.hidden:

@@ -29,7 +29,7 @@ from reap.core.policies.recurrent_state import carry_of, needs_recurrent_state
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
 from reap.core.rollout import RolloutLoop
-from reap.core.slot import FLAGS, Pool, Slot, State
+from reap.core.slot import FLAGS, Pool, Slot
 from reap.core.worker import Plan
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
@@ -128,11 +128,10 @@ class DeviceWorker(AnyWorker):
             self._fill(slot, self.random if random else None)
         policy.end(slot, slot.layout.steps)
         self.ledger.stamp(slot, self.loop.stamp)
-        frames = slot.layout.steps * self.lanes
+        frames = slot.layout.frames
         if self.stats.one_by_one is not None:
             self.ledger.account(slot, self.stats.one_by_one)
         self.stats.end(frames)
-        slot.state = State.FULL
         return frames
 
     def _fill(self, slot: Slot, policy: Policy | None = None) -> None:
