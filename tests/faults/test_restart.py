@@ -181,9 +181,10 @@ def test_what_was_answered_by_one_that_is_dropped_is_not_taken_for_anothers(tmp_
     def kill_once_it_has_answered(worker):
         until(lambda: worker.inbox)
         os.kill(worker.child.pid, signal.SIGKILL)
+        until(lambda: worker.dropped)
+        dropped.touch()
 
-    options = {"on_failure": "drop", "on_restart": lambda failure: dropped.touch()}
-    with collect(MultiSyncCollector, [healthy(), healthy(), healthy()], frames_per_batch=9, **options) as c:
+    with collect(MultiSyncCollector, [healthy()] * 3, frames_per_batch=9, on_failure="drop") as c:
         c.next()
         killer = threading.Thread(target=kill_once_it_has_answered, args=[c._backend.workers[0]])
         killer.start()
@@ -193,6 +194,62 @@ def test_what_was_answered_by_one_that_is_dropped_is_not_taken_for_anothers(tmp_
         assert not c.explain().startswith("workers")
         with pytest.raises(WrongState, match="worker 0 has failed and was dropped"):
             c.get_cached_weights(worker=0)
+
+
+OPERATIONS = {
+    "next": lambda c: c.next(),
+    "update": lambda c: c.update_policy_weights_({w: {"weight": torch.tensor(2.0)} for w in (0, 1)}),
+    "set_seed": lambda c: c.set_seed(5),
+    "state_dict": lambda c: c.state_dict(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+def test_on_restart_may_use_the_collector(kind, on_failure, operation):
+    """Whatever operation has met the failure: it has ended by then, and what the function does is not mixed with it."""
+    states = []
+
+    def told(failure):
+        c.update_policy_weights_({w: {"weight": torch.tensor(2.0)} for w in (0, 1)})
+        states.append(c.state_dict())
+        c.reset()
+
+    with collect(kind, [healthy(), healthy(1)], on_failure=on_failure, on_restart=told) as c:
+        c.next()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        until(c._backend.workers[1].child.gone)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(OPERATIONS[operation](c)), daemon=True)
+        thread.start()
+        until(lambda: found)
+        while not states:
+            c.next()
+        batches = [c.next().clone() for _ in range(8)]
+        assert len(states) == 1
+        assert ("worker1" in states[0]) == (on_failure == "restart")
+        for batch in batches:
+            rows = batch[batch["collector", "mask"]]
+            echo = (rows["observation"] * EchoPolicy().mix).sum(-1, keepdim=True)
+            assert torch.equal(rows["action"], 2 * echo)
+
+
+def test_on_restart_may_use_a_collector_in_the_background():
+    """In its thread, too, no lock of ours is held meanwhile: another thread may wait for it."""
+    buffer, states = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=8), []
+
+    def told(failure):
+        thread = threading.Thread(target=lambda: states.append(c.state_dict()), daemon=True)
+        thread.start()
+        until(lambda: states)
+
+    options = {"replay_buffer": buffer, "on_failure": "restart", "on_restart": told}
+    with collect(MultiAsyncCollector, [healthy(), healthy(1)], **options) as c:
+        c.start()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        until(lambda: states)
+        assert {"worker0", "worker1"} <= states[0].keys()
 
 
 def test_the_others_rows_stay_and_the_newcomer_has_the_latest_weights(tmp_path):

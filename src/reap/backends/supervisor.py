@@ -19,6 +19,7 @@ the caller can repeat the call as if nothing had happened.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -50,6 +51,35 @@ OnAnswer = Callable[[WorkerHandle, Any], None]
 UNREQUESTED = 0  # stands for the call number of a worker's `WorkerInfo`, which answers no call
 
 
+class _Reports(threading.local):
+    """Calls `on_restart` with the failures that a thread has found, after the outermost operation of that thread.
+
+    The function may use the collector, and none of its operations can begin in the middle of another one.
+    """
+
+    def __init__(self, tell: Callable[[WorkerFailure], object] | None) -> None:
+        self._tell, self._operations = tell, 0
+        self.found: deque[WorkerFailure] = deque()
+
+    @contextlib.contextmanager
+    def afterwards(self) -> Iterator[None]:
+        """Report failures after the block. After Ctrl-C they are reported by the next operation."""
+        raised = None
+        self._operations += 1
+        try:
+            yield
+        except ReapError as error:
+            raised = error
+        finally:
+            self._operations -= 1
+        while self.found and not self._operations:
+            failure = self.found.popleft()
+            if self._tell is not None:
+                self._tell(failure)
+        if raised is not None:
+            raise raised
+
+
 class Supervisor:
     """Starts, calls and watches the workers behind one transport.
 
@@ -64,7 +94,10 @@ class Supervisor:
         on_failure: FailurePolicy | None = None,
         joining: Callable[[WorkerHandle], Iterator[tuple[str, Sequence[Any]]]] | None = None,
     ) -> None:
-        self.transport, self.on_failure = transport, on_failure or FailurePolicy()
+        policy = on_failure or FailurePolicy()
+        self._reports = reports = _Reports(policy.tell)
+        self.on_failure = replace(policy, tell=lambda failure: reports.found.append(failure))
+        self.transport = transport
         self._joining = None if joining is None else weakref.WeakMethod(joining)
         self._budget = RestartBudget(self.on_failure)
         self._causes: dict[int, ReapError] = {}  # why each worker whose replacement is starting had failed
@@ -166,6 +199,18 @@ class Supervisor:
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Hold Ctrl-C back within the block. Failures are reported after it."""
+        with self._reports.afterwards(), self.interrupts.held():
+            yield
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Let only this thread listen within the block, and hold Ctrl-C back. Failures are reported after it."""
+        with self._reports.afterwards(), self.listen_lock, self.interrupts.held():
+            yield
+
     def listen(self, *, rollouts_first: bool = False, within: float | None = None) -> None:
         """Wait until a worker has sent something or is gone, and process its messages.
 
@@ -245,7 +290,7 @@ class Supervisor:
 
     def poll_failures(self) -> None:
         """Raise the failure of a worker, if there is one. Does not wait."""
-        with self.interrupts.held():  # an interrupt would lose a message that is half read
+        with self.uninterrupted():  # an interrupt would lose a message that is half read
             if self.listen_lock.acquire(blocking=False):  # else another thread listens already
                 try:
                     self.listen(within=0)
@@ -387,7 +432,7 @@ class Supervisor:
         Return their answers by number. Workers that are dropped, before or meanwhile, give none. `on_answer` is called
         with each answer as it arrives: a worker may fail, and its replacement depend on it, before all have answered.
         """
-        with self.listen_lock, self.interrupts.held():
+        with self.listening():
             self.calls += 1
             self._on_answer = on_answer
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
@@ -463,7 +508,7 @@ class Supervisor:
     def drain(self, within: float | None = None) -> None:
         """Wait up to `within` seconds until workers have finished their slots; the rollouts stay in `arrived`."""
         began, left, listened = time.monotonic(), within, False
-        with self.listen_lock, self.interrupts.held():
+        with self.listening():
             while any(worker.pending_slots for worker in self.living):
                 if within is not None and left == 0 and listened:
                     raise NotReady(f"workers are still busy after {round(within, 2):g} s")

@@ -94,7 +94,7 @@ class WeightPublisher:
         # Nothing is published while a synchronous batch is being collected, because it has one version; nor while a
         # worker may be joining that still loads weights of its own, because those would be older than these.
         at_once = channel is not None and not (self._in_step or self._own or self._loaded)
-        first = contextlib.nullcontext() if at_once else supervisor.listen_lock
+        first = contextlib.nullcontext() if at_once else supervisor.listening()
         with first, self._lock, supervisor.interrupts.held():
             if self._in_step:
                 supervisor.drain()  # a batch that Ctrl-C interrupted is finished with the weights it began with
@@ -141,7 +141,7 @@ class WeightPublisher:
                 sent = as_named(given)  # a module may hold what cannot be pickled
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
-        with supervisor.listen_lock, supervisor.interrupts.held(), self._remembering(packed):
+        with supervisor.listening(), self._remembering(packed):
             supervisor.wait_for_newcomers(list(packed))  # they may still read the memory that these are written to
             calls = {w: (transport.pass_weights(workers[w], one.data), version) for w, one in packed.items()}
             supervisor.call("load_weights", calls)

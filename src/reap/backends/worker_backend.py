@@ -83,7 +83,7 @@ class WorkerBackend(Backend):
     def start(self) -> None:
         """Start all workers at once, receive the layout of their rollouts, and tell them where their memory is."""
         supervisor = self.supervisor
-        with supervisor.interrupts.held(), limits_as_worker_died("the workers"):
+        with supervisor.uninterrupted(), limits_as_worker_died("the workers"):
             supervisor.start(self._jobs(self._plans, 0))
             del self._plans[:]  # this also closes our duplicates of the file descriptors in them
             self.delivery.prepare(supervisor)
@@ -98,7 +98,7 @@ class WorkerBackend(Backend):
     def add(self, plans: Sequence[Any]) -> None:
         """Start more workers. They begin with the latest weights."""
         supervisor = self.supervisor
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             if self.delivery.unfinished:
                 raise WrongState("a batch is only partly collected; call next() before adding workers")
             new = supervisor.start(self._jobs(plans, len(self.workers)))
@@ -190,14 +190,14 @@ class WorkerBackend(Backend):
         `most`: how many frames may still be ordered, where workers write them to a buffer as they collect them.
         """
         supervisor = self.supervisor
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             return self.delivery.take(random=random, most=most)
 
     def rollout_lost(self) -> None:
         """Do nothing: `take` holds Ctrl-C back, so that it loses no rollout."""
 
     def uninterrupted(self) -> AbstractContextManager[None]:
-        return self.supervisor.interrupts.held()
+        return self.supervisor.uninterrupted()
 
     def canceller(self) -> Callable[[], None]:
         return self.supervisor.halt
@@ -212,7 +212,7 @@ class WorkerBackend(Backend):
         These rollouts, counted as frames and rollouts, are in the buffer already.
         """
         supervisor = self.supervisor
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             supervisor.drain(within)
             return self.delivery.settle()
 
@@ -303,7 +303,7 @@ class WorkerBackend(Backend):
     def _start_new_episodes(self, name: str, calls: Mapping[int, Sequence[Any]], on_answer: OnAnswer) -> None:
         """Make a call that ends all episodes, and discard the undelivered rollouts that were collected before it."""
         supervisor = self.supervisor
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             self.delivery.discard_unfinished()
             supervisor.recount_ordered(restarting=list(calls))
             taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
@@ -372,7 +372,7 @@ class WorkerBackend(Backend):
             _keep_state(worker, state_after)
             worker.load_counts(own[worker.index])
 
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             self.delivery.discard_unfinished()
             for w, worker in enumerate(self.workers):
                 frames, rollouts = supervisor.waiting(worker)

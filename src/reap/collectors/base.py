@@ -269,7 +269,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def _next_batch(self) -> TensorDictBase | None:
         """Return the next batch, ready for the consumer; None if it was written to the replay buffer."""
-        if not self._pipeline.taken:
+        while not self._pipeline.taken and self._pipeline.more():  # `on_restart` may reset what was just taken
             if self._pre_hook is not None:
                 self._pre_hook()
             self._fetch()
