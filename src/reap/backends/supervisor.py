@@ -406,9 +406,10 @@ class Supervisor:
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
-    def wait_for_newcomers(self, workers: Sequence[int]) -> None:
-        """Wait until those of `workers` that are being restarted are up to date."""
-        while any(self.workers[w].joining is not None for w in workers):
+    def wait_until_loaded(self, workers: Sequence[int]) -> None:
+        """Wait until these workers have loaded what they were sent: in a restart, or in a call that Ctrl-C broke off."""
+        each = [self.workers[w] for w in workers]
+        while any(worker.joining is not None or worker.pending_call is not None for worker in each):
             self.listen()
 
     # ---- calls ----------------------------------------------------------------------------------------------------

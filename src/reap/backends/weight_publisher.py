@@ -103,12 +103,12 @@ class WeightPublisher:
                 fits = checked_weights(given, channel.packing.shapes, supervisor.workers[0].info.needed)
                 if not at_once:
                     every_worker = range(len(supervisor.workers))
-                    supervisor.wait_for_newcomers(every_worker if self._loaded else list(self._own))
+                    supervisor.wait_until_loaded(every_worker if self._loaded else list(self._own))
                 channel.publish(fits, version)
+                self.version = version
                 self._own, self._loaded = {}, ()
             else:
                 self._send({w: given[w] if per_worker else given for w in chosen}, version)
-            self.version = version
         return version
 
     def _check_workers(self, chosen: Sequence[int], given: Any, *, own: bool) -> None:
@@ -142,8 +142,9 @@ class WeightPublisher:
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
         with supervisor.listening(), self._remembering(packed):
-            supervisor.wait_for_newcomers(list(packed))  # they may still read the memory that these are written to
+            supervisor.wait_until_loaded(list(packed))  # they may still read the memory that these are written to
             calls = {w: (transport.pass_weights(workers[w], one.data), version) for w, one in packed.items()}
+            self.version = version  # even if Ctrl-C breaks the call off: some workers may have these weights then
             supervisor.call("load_weights", calls)
 
     @contextlib.contextmanager
