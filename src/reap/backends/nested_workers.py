@@ -16,6 +16,7 @@ import cloudpickle
 import numpy as np
 from torch import Tensor
 
+from reap._system.messages.pickling import dumps
 from reap._system.messages.remote_errors import Raised
 from reap.backends.delivery import AsReady, InStep
 from reap.backends.joint_slot import common_layout
@@ -78,9 +79,9 @@ class NestedRemoteWorker(RemoteWorker):
         self.worker.call("mark_cut")
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return a list of what is at a path in each process."""
+        """Return a pickled list of what is at a path in each process."""
         try:
-            return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
+            return dumps(self.worker.find(path, None if packed is None else cloudpickle.loads(packed)), path)
         except Exception as error:
             return Raised.of(error, path)
 

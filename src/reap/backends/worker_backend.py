@@ -7,6 +7,7 @@ It has every operation a collector needs of its workers. The transport decides h
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,7 +29,7 @@ from reap.core.measuring.moments import as_moments, as_tensors, merged
 from reap.core.measuring.stats import Stats
 from reap.core.measuring.times import WorkClock
 from reap.core.resume import anew
-from reap.errors import ReapError, UsageError, WrongState
+from reap.errors import ReapError, UsageError, WrongState, as_raised
 from reap.failures import FailurePolicy
 from reap.seeding import chain, fresh_seed, restart_seed
 from reap.weight_update import WeightTransport
@@ -233,11 +234,19 @@ class WorkerBackend(Backend):
         living = [worker.index for worker in self.supervisor.living]
         packed = {w: None if calls is None else dumps(calls[w], "arguments") for w in living}
         try:
-            return self.call("find", {w: (path, one) for w, one in packed.items()})
+            answers = self.call("find", {w: (path, one) for w, one in packed.items()})
         except ReapError as error:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name raises as it would in this process
             raise
+        return {w: self._unpickled(answer, w, path) for w, answer in answers.items()}
+
+    def _unpickled(self, data: bytes, worker: int, path: str) -> Any:
+        """Return what was found in a worker. Unpickling is the user's code: not within the call, which it could end."""
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            raise as_raised(f"reading {path} raised", error).at(worker=self.workers[worker].name)
 
     def apply(self, path: str, strategy: Any, weights: Any) -> None:
         """Apply `weights`, extracted by a user's own strategy, to the model at `path` in each worker."""

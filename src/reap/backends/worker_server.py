@@ -321,14 +321,13 @@ class WorkerServer:
         self.worker.ledger.mark_cut(range(self.worker.lanes))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return what is at a path. An error is returned to the caller and leaves the worker unchanged."""
+        """Return what is at a path, pickled. An error is returned to the caller and leaves the worker unchanged."""
         try:
             found = get_attribute(WorkerView(self, self.interruptor), path)
             if packed is not None:
                 args, kwargs = cloudpickle.loads(packed)
                 found = found(*args, **kwargs)
-            dumps(found, path)  # here, where an object that cannot be pickled can still be reported
-            return found
+            return dumps(found, path)  # here, where an object that cannot be pickled can still be reported
         except Exception as error:
             return Raised.of(error, path)
 
