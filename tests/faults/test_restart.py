@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -69,9 +70,13 @@ def test_nothing_more_is_asked_of_one_that_was_left_out(kind):
         assert not supervisor.workers[1].pending_slots
 
 
-@pytest.mark.parametrize(("error", "restarts"), [(KeyboardInterrupt, 1), (WorkerDied, 2)])
+def no_descriptors(text):
+    return OSError(errno.EMFILE, text)
+
+
+@pytest.mark.parametrize(("error", "restarts"), [(KeyboardInterrupt, 1), (WorkerDied, 2), (no_descriptors, 2)])
 def test_a_replacement_whose_launch_is_broken_off_or_fails_is_launched_again(error, restarts, monkeypatch):
-    """Ctrl-C comes while an actor starts; or the actor dies before it has said where it is."""
+    """Ctrl-C comes while an actor starts; it dies before it has said where it is; other threads have all descriptors."""
     with collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="restart") as c:
         c.next()
         transport, errors = c._backend.supervisor.transport, [error("died at once")]

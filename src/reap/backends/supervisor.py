@@ -31,6 +31,7 @@ from dataclasses import replace
 from typing import Any
 
 from reap._system.conversation import Answer
+from reap._system.fork_server.client import limits_as_worker_died
 from reap._system.interrupts import Interrupts
 from reap._system.messages.pickling import dumps
 from reap._system.messages.remote_errors import Raised
@@ -357,7 +358,8 @@ class Supervisor:
         while self._to_launch and self._failure is None:
             worker, error, cause = self._to_launch[0]
             try:
-                self.transport.launch([worker])
+                with limits_as_worker_died("its replacement"):
+                    self.transport.launch([worker])
             except WorkerDied as again:  # an actor that died before it could be asked anything
                 self._to_launch.popleft()
                 self.fail(worker, again)
