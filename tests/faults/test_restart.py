@@ -20,7 +20,7 @@ from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv, ParallelEnv
 from reap.envs.transforms import NormalizeObservation, TransformedEnv
-from reap.errors import UsageError, WorkerDied, WorkerRaised, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WrongState
 from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
 from tests.worlds.faults import KINDS, collect, healthy, pids
@@ -76,7 +76,7 @@ def no_descriptors(text):
 
 @pytest.mark.parametrize(("error", "restarts"), [(KeyboardInterrupt, 1), (WorkerDied, 2), (no_descriptors, 2)])
 def test_a_replacement_whose_launch_is_broken_off_or_fails_is_launched_again(error, restarts, monkeypatch):
-    """Ctrl-C comes while an actor starts; it dies before it has said where it is; other threads have all descriptors."""
+    """Ctrl-C comes while an actor starts; it dies before it has said where it is; all descriptors are in use."""
     with collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="restart") as c:
         c.next()
         transport, errors = c._backend.supervisor.transport, [error("died at once")]
@@ -127,6 +127,43 @@ def test_a_mistake_in_a_replacement_is_raised_at_once(tmp_path):
         while True:
             c.next()
     assert c.stats()["restarts"] == 1
+
+
+def test_a_replacement_whose_policy_has_other_weights_is_refused(tmp_path):
+    """It could not read those that are published for all."""
+    note = tmp_path / "note"
+
+    def policy():
+        made = EchoPolicy()
+        if note.exists():
+            made.weight = torch.nn.Parameter(torch.ones(1))
+        return made
+
+    c = MultiSyncCollector(
+        [healthy(), healthy(1)], policy_factory=policy, frames_per_batch=8, total_frames=-1, on_failure="restart"
+    )
+    c.next()
+    note.touch()
+    os.kill(pids(c)[1], signal.SIGKILL)
+    with pytest.raises(SpecMismatch, match="worker 1.*its policy has different weights from the others'"):
+        for _ in range(20):
+            c.next()
+    assert c.closed
+
+
+def test_weights_for_workers_that_were_dropped_are_no_version():
+    with collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="drop", track_policy_version=True) as c:
+        c.next()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        while not c._backend.workers[1].dropped:
+            c.next()
+        c.update_policy_weights_({"weight": torch.tensor(2.0)}, worker_ids=[1])
+        c.update_policy_weights_({1: {"weight": torch.tensor(2.0)}})
+        assert c.policy_version == 0
+        with pytest.raises(UsageError, match="there is no worker 2"):
+            c.update_policy_weights_({"weight": torch.tensor(2.0)}, worker_ids=[1, 2])
+        c.update_policy_weights_({w: {"weight": torch.tensor(2.0)} for w in (0, 1)})
+        assert c.policy_version == c.next()["policy_version"].max() == 1
 
 
 def test_what_ended_a_worker_is_the_cause_where_no_other_can_be_launched(monkeypatch):

@@ -273,7 +273,7 @@ def break_off_update(c, weights):
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        c.update_policy_weights_({w: weights for w in (0, 1)})
+        c.update_policy_weights_(dict.fromkeys((0, 1), weights))
     thread.join()
 
 
@@ -291,7 +291,7 @@ def test_an_update_that_was_broken_off_is_loaded_before_the_next_is_written():
         thread = threading.Thread(target=go_on)
         thread.start()
         last = {"weight": torch.tensor(3.0), "mix": torch.ones(3)}
-        c.update_policy_weights_({w: last for w in (0, 1)})
+        c.update_policy_weights_(dict.fromkeys((0, 1), last))
         thread.join()
         for worker in (0, 1):
             assert c.get_cached_weights(worker=worker)["weight"] == 3

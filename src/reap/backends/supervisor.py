@@ -409,7 +409,7 @@ class Supervisor:
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
     def wait_until_loaded(self, workers: Sequence[int]) -> None:
-        """Wait until these workers have loaded what they were sent: in a restart, or in a call that Ctrl-C broke off."""
+        """Wait until these workers have loaded what they were sent: in a restart, or a call that Ctrl-C broke off."""
         each = [self.workers[w] for w in workers]
         while any(worker.joining is not None or worker.pending_call is not None for worker in each):
             self.listen()

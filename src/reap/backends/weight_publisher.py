@@ -84,8 +84,9 @@ class WeightPublisher:
         per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
             raise UsageError("weights are given worker by worker already; leave worker_ids out")
-        every = list(given) if per_worker else [worker.index for worker in supervisor.living]
-        chosen = every if worker_ids is None else list(worker_ids)
+        every = list(given) if per_worker else range(len(supervisor.workers))
+        named = supervisor.check_numbers(every if worker_ids is None else worker_ids)
+        chosen = [w for w in named if not supervisor.workers[w].dropped]
         if not chosen:
             return self.version
         own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
@@ -114,7 +115,7 @@ class WeightPublisher:
     def _check_workers(self, chosen: Sequence[int], given: Any, *, own: bool) -> None:
         """Raise if these workers cannot be sent weights; `own`: a user's own strategy has extracted them."""
         supervisor = self._supervisor
-        for worker in [supervisor.workers[w] for w in supervisor.check_numbers(chosen)]:
+        for worker in [supervisor.workers[w] for w in chosen]:
             if not own and not worker.info.has_weights:
                 raise WrongState("this policy has no weights to update")
         if given is None:

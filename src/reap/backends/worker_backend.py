@@ -103,8 +103,6 @@ class WorkerBackend(Backend):
             if self.delivery.unfinished:
                 raise WrongState("a batch is only partly collected; call next() before adding workers")
             new = supervisor.start(self._jobs(plans, len(self.workers)))
-            for worker in new:
-                self._weights.check_packing(worker)
             self.delivery.prepare(supervisor)
             for worker in new:
                 for name, arguments in self._joining(worker):
@@ -117,6 +115,7 @@ class WorkerBackend(Backend):
         statistics of the other envs, its seed, weights sent to it alone, and that its trajectories were cut. Between
         the calls this also changes the handle's counts and sends the latest weights again.
         """
+        self._weights.check_packing(worker)
         self._id_block += 1
         yield "begin", self.transport.begin_arguments(worker, self._weights.packing)
         self.transport.resend_weights(worker)
@@ -246,7 +245,8 @@ class WorkerBackend(Backend):
         try:
             return pickle.loads(data)
         except Exception as error:
-            raise as_raised(f"reading {path} raised", error).at(worker=self.workers[worker].name)
+            raised = as_raised(f"reading {path} raised", error)
+        raise raised.at(worker=self.workers[worker].name)
 
     def apply(self, path: str, strategy: Any, weights: Any) -> None:
         """Apply `weights`, extracted by a user's own strategy, to the model at `path` in each worker."""
