@@ -59,6 +59,33 @@ def test_the_worker_itself():
         assert collector.next().batch_size == (2, 4)
 
 
+class OnlyThere:
+    """Can be unpickled only in the process that made it, as a simulator's object that needs a display."""
+
+    def __reduce__(self):
+        return _only_in, (os.getpid(),)
+
+
+def _only_in(pid):
+    if os.getpid() != pid:
+        raise ModuleNotFoundError("no display here")
+    return OnlyThere()
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector, DistributedSyncCollector])
+def test_an_answer_that_cannot_be_unpickled_here(kind):
+    """Nothing that came along with it is lost, and nobody waits for the answer any more."""
+    with kind([healthy(), healthy(1)], EchoPolicy(), frames_per_batch=8, total_frames=-1) as collector:
+        collector.next()
+        with pytest.raises(WorkerRaised, match="reading apply raised ModuleNotFoundError.*no display here") as caught:
+            collector.map_fn("apply", [(lambda view: OnlyThere(),)] * 2)
+        assert caught.value.worker.startswith("0 (pid ")
+        assert all(worker.pending_call is None for worker in collector._backend.workers)
+        for _ in range(10):
+            collector.next()
+        assert collector.get_distant_attr("worker_idx") == [0, 1]
+
+
 def test_the_buffer_a_worker_writes_to():
     memory = buffer()
     with made(replay_buffer=memory, total_frames=16) as collector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv, ParallelEnv
 from reap.envs.transforms import NormalizeObservation, TransformedEnv
-from reap.errors import UsageError, WorkerDied, WorkerRaised, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WrongState
 from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
 from tests.worlds.faults import KINDS, collect, healthy, pids
@@ -69,9 +70,13 @@ def test_nothing_more_is_asked_of_one_that_was_left_out(kind):
         assert not supervisor.workers[1].pending_slots
 
 
-@pytest.mark.parametrize(("error", "restarts"), [(KeyboardInterrupt, 1), (WorkerDied, 2)])
+def no_descriptors(text):
+    return OSError(errno.EMFILE, text)
+
+
+@pytest.mark.parametrize(("error", "restarts"), [(KeyboardInterrupt, 1), (WorkerDied, 2), (no_descriptors, 2)])
 def test_a_replacement_whose_launch_is_broken_off_or_fails_is_launched_again(error, restarts, monkeypatch):
-    """Ctrl-C comes while an actor starts; or the actor dies before it has said where it is."""
+    """Ctrl-C comes while an actor starts; it dies before it has said where it is; all descriptors are in use."""
     with collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="restart") as c:
         c.next()
         transport, errors = c._backend.supervisor.transport, [error("died at once")]
@@ -122,6 +127,43 @@ def test_a_mistake_in_a_replacement_is_raised_at_once(tmp_path):
         while True:
             c.next()
     assert c.stats()["restarts"] == 1
+
+
+def test_a_replacement_whose_policy_has_other_weights_is_refused(tmp_path):
+    """It could not read those that are published for all."""
+    note = tmp_path / "note"
+
+    def policy():
+        made = EchoPolicy()
+        if note.exists():
+            made.weight = torch.nn.Parameter(torch.ones(1))
+        return made
+
+    c = MultiSyncCollector(
+        [healthy(), healthy(1)], policy_factory=policy, frames_per_batch=8, total_frames=-1, on_failure="restart"
+    )
+    c.next()
+    note.touch()
+    os.kill(pids(c)[1], signal.SIGKILL)
+    with pytest.raises(SpecMismatch, match="worker 1.*its policy has different weights from the others'"):
+        for _ in range(20):
+            c.next()
+    assert c.closed
+
+
+def test_weights_for_workers_that_were_dropped_are_no_version():
+    with collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="drop", track_policy_version=True) as c:
+        c.next()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        while not c._backend.workers[1].dropped:
+            c.next()
+        c.update_policy_weights_({"weight": torch.tensor(2.0)}, worker_ids=[1])
+        c.update_policy_weights_({1: {"weight": torch.tensor(2.0)}})
+        assert c.policy_version == 0
+        with pytest.raises(UsageError, match="there is no worker 2"):
+            c.update_policy_weights_({"weight": torch.tensor(2.0)}, worker_ids=[1, 2])
+        c.update_policy_weights_({w: {"weight": torch.tensor(2.0)} for w in (0, 1)})
+        assert c.policy_version == c.next()["policy_version"].max() == 1
 
 
 def test_what_ended_a_worker_is_the_cause_where_no_other_can_be_launched(monkeypatch):
@@ -181,9 +223,10 @@ def test_what_was_answered_by_one_that_is_dropped_is_not_taken_for_anothers(tmp_
     def kill_once_it_has_answered(worker):
         until(lambda: worker.inbox)
         os.kill(worker.child.pid, signal.SIGKILL)
+        until(lambda: worker.dropped)
+        dropped.touch()
 
-    options = {"on_failure": "drop", "on_restart": lambda failure: dropped.touch()}
-    with collect(MultiSyncCollector, [healthy(), healthy(), healthy()], frames_per_batch=9, **options) as c:
+    with collect(MultiSyncCollector, [healthy()] * 3, frames_per_batch=9, on_failure="drop") as c:
         c.next()
         killer = threading.Thread(target=kill_once_it_has_answered, args=[c._backend.workers[0]])
         killer.start()
@@ -193,6 +236,62 @@ def test_what_was_answered_by_one_that_is_dropped_is_not_taken_for_anothers(tmp_
         assert not c.explain().startswith("workers")
         with pytest.raises(WrongState, match="worker 0 has failed and was dropped"):
             c.get_cached_weights(worker=0)
+
+
+OPERATIONS = {
+    "next": lambda c: c.next(),
+    "update": lambda c: c.update_policy_weights_({w: {"weight": torch.tensor(2.0)} for w in (0, 1)}),
+    "set_seed": lambda c: c.set_seed(5),
+    "state_dict": lambda c: c.state_dict(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+def test_on_restart_may_use_the_collector(kind, on_failure, operation):
+    """Whatever operation has met the failure: it has ended by then, and what the function does is not mixed with it."""
+    states = []
+
+    def told(failure):
+        c.update_policy_weights_({w: {"weight": torch.tensor(2.0)} for w in (0, 1)})
+        states.append(c.state_dict())
+        c.reset()
+
+    with collect(kind, [healthy(), healthy(1)], on_failure=on_failure, on_restart=told) as c:
+        c.next()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        until(c._backend.workers[1].child.gone)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(OPERATIONS[operation](c)), daemon=True)
+        thread.start()
+        until(lambda: found)
+        while not states:
+            c.next()
+        batches = [c.next().clone() for _ in range(8)]
+        assert len(states) == 1
+        assert ("worker1" in states[0]) == (on_failure == "restart")
+        for batch in batches:
+            rows = batch[batch["collector", "mask"]]
+            echo = (rows["observation"] * EchoPolicy().mix).sum(-1, keepdim=True)
+            assert torch.equal(rows["action"], 2 * echo)
+
+
+def test_on_restart_may_use_a_collector_in_the_background():
+    """In its thread, too, no lock of ours is held meanwhile: another thread may wait for it."""
+    buffer, states = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=8), []
+
+    def told(failure):
+        thread = threading.Thread(target=lambda: states.append(c.state_dict()), daemon=True)
+        thread.start()
+        until(lambda: states)
+
+    options = {"replay_buffer": buffer, "on_failure": "restart", "on_restart": told}
+    with collect(MultiAsyncCollector, [healthy(), healthy(1)], **options) as c:
+        c.start()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        until(lambda: states)
+        assert {"worker0", "worker1"} <= states[0].keys()
 
 
 def test_the_others_rows_stay_and_the_newcomer_has_the_latest_weights(tmp_path):

@@ -19,7 +19,7 @@ from reap._system.processes import Child, end
 from reap.core.shared_slots import SharedFile
 from reap.testing import CountingEnv
 from reap.weights.shared import Packing, SharedWeights
-from tests.worlds.faults import KINDS, collect, freeze, pids
+from tests.worlds.faults import KINDS, collect, freeze, healthy, pids
 from tests.worlds.waiting import comes_true, until
 
 
@@ -259,3 +259,52 @@ def test_a_batch_that_was_broken_off_is_finished_with_its_own_weights(tmp_path, 
         thread.join()
         assert batch["policy_version"].unique().tolist() == [before]
         assert batch["action"].unique().tolist() == [0]
+
+
+def break_off_update(c, weights):
+    """Update the weights, with Ctrl-C while worker 1 is frozen and has not answered."""
+    worker = c._backend.workers[1]
+    freeze(worker.child.pid)
+
+    def interrupt():
+        until(lambda: worker.pending_call is not None)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        c.update_policy_weights_(dict.fromkeys((0, 1), weights))
+    thread.join()
+
+
+def test_an_update_that_was_broken_off_is_loaded_before_the_next_is_written():
+    """Both lie in the same memory, and the worker is told how long the first one is."""
+    with collect(KINDS[1], [healthy(), healthy(1)]) as c:
+        c.next()
+        calls = c._backend.supervisor.calls + 1
+        break_off_update(c, {"weight": torch.tensor(2.0)})
+
+        def go_on():
+            comes_true(lambda: c._backend.supervisor.calls > calls, 0.3)  # nothing is to happen in this time
+            os.kill(pids(c)[1], signal.SIGCONT)
+
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        last = {"weight": torch.tensor(3.0), "mix": torch.ones(3)}
+        c.update_policy_weights_(dict.fromkeys((0, 1), last))
+        thread.join()
+        for worker in (0, 1):
+            assert c.get_cached_weights(worker=worker)["weight"] == 3
+
+
+def test_weights_of_an_update_that_was_broken_off_have_a_version_of_their_own():
+    with collect(KINDS[1], [healthy(), healthy(1)]) as c:
+        c.next()
+        break_off_update(c, {"weight": torch.tensor(2.0)})
+        origin = c.next().origin
+        while not origin.version:
+            origin = c.next().origin
+        assert (origin.worker, origin.lag) == (0, 0)
+        os.kill(pids(c)[1], signal.SIGCONT)
+        c.update_policy_weights_({w: {"weight": torch.tensor(3.0)} for w in (0, 1)})
+        assert c.policy_version > origin.version

@@ -112,6 +112,16 @@ def test_a_version_object_counts_with_the_collector(kind):
     collector.shutdown()
 
 
+@pytest.mark.parametrize("workers", [False, True])
+def test_a_version_object_counts_nothing_if_nothing_is_sent(workers):
+    version = PolicyVersion()
+    options = {"weight_sync_schemes": {"policy": NoWeightSyncScheme()}, "track_policy_version": version}
+    kind, makers = (MultiSyncCollector, [env, env]) if workers else (Collector, env)
+    with kind(makers, Constant(), frames_per_batch=4, **options) as collector:
+        collector.update_policy_weights_()
+        assert (collector.policy_version, version.version) == (0, 0)
+
+
 def test_versions_are_whole_numbers():
     with pytest.raises(UsageError, match="version_type must be int"):
         PolicyVersion("uuid")

@@ -86,7 +86,7 @@ class BackgroundRunner:
 
     def resume(self, paused: Paused | None = None) -> None:
         """End a pause (None: the last one); workers continue if no other pause holds."""
-        with self._backend.uninterrupted():
+        with self._supervisor.interrupts.held():
             self._pauses.end(paused)
             self.apply_pauses()
 
@@ -106,7 +106,7 @@ class BackgroundRunner:
 
     def stop_watching(self) -> None:
         """End the watching thread, before workers end and their handles with them."""
-        with self._backend.uninterrupted():
+        with self._supervisor.interrupts.held():
             self._watch_over.set()
             if self._watch.is_alive() and self._watch is not threading.current_thread():
                 self._supervisor.halt()  # it may be waiting for an answer of a worker that is stuck
@@ -185,21 +185,24 @@ class BackgroundRunner:
         """Share the running statistics of all envs among the workers, between two of their rollouts."""
         supervisor = self._supervisor
         learns = any(worker.info.learns for worker in supervisor.living)
-        if not learns or not self.running or not supervisor.listen_lock.acquire(blocking=False):
+        if not learns or not self.running:
             return
-        try:
-            workers = [worker for worker in supervisor.living if worker.joining is None]
-            reports = supervisor.call("statistics", {worker.index: () for worker in workers})
-            for index, seen in reports.items():
-                supervisor.statistics.report(index, seen)
-            for worker in workers:
-                supervisor.share_statistics(worker)
-        except Halted:
-            pass  # as in `failure`
-        except ReapError as error:
-            self._failure = self._failure or error
-        finally:
-            supervisor.listen_lock.release()
+        with supervisor.uninterrupted():
+            if not supervisor.listen_lock.acquire(blocking=False):
+                return
+            try:
+                workers = [worker for worker in supervisor.living if worker.joining is None]
+                reports = supervisor.call("statistics", {worker.index: () for worker in workers})
+                for index, seen in reports.items():
+                    supervisor.statistics.report(index, seen)
+                for worker in workers:
+                    supervisor.share_statistics(worker)
+            except Halted:
+                pass  # as in `failure`
+            except ReapError as error:
+                self._failure = self._failure or error
+            finally:
+                supervisor.listen_lock.release()
 
     @property
     def awaits_newcomer(self) -> bool:

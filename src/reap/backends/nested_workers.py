@@ -16,6 +16,7 @@ import cloudpickle
 import numpy as np
 from torch import Tensor
 
+from reap._system.messages.pickling import dumps
 from reap.backends.delivery import AsReady, InStep
 from reap.backends.joint_slot import common_layout
 from reap.backends.local.shared_memory import SharedMemoryTransport
@@ -77,8 +78,8 @@ class NestedRemoteWorker(RemoteWorker):
         self.worker.call("mark_cut")
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return a list of what is at a path in each process."""
-        return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
+        """Return a pickled list of what is at a path in each process."""
+        return dumps(self.worker.find(path, None if packed is None else cloudpickle.loads(packed)), path)
 
     def do_apply(self, path: str, packed: bytes) -> None:
         """Apply weights, extracted by a user's own strategy, to the model at a path in each process."""

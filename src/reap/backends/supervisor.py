@@ -19,6 +19,7 @@ the caller can repeat the call as if nothing had happened.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -30,6 +31,7 @@ from dataclasses import replace
 from typing import Any
 
 from reap._system.conversation import Answer
+from reap._system.fork_server.client import limits_as_worker_died
 from reap._system.interrupts import Interrupts
 from reap._system.messages.pickling import dumps
 from reap._system.messages.remote_errors import Raised
@@ -50,6 +52,35 @@ OnAnswer = Callable[[WorkerHandle, Any], None]
 UNREQUESTED = 0  # stands for the call number of a worker's `WorkerInfo`, which answers no call
 
 
+class _Reports(threading.local):
+    """Calls `on_restart` with the failures that a thread has found, after the outermost operation of that thread.
+
+    The function may use the collector, and none of its operations can begin in the middle of another one.
+    """
+
+    def __init__(self, tell: Callable[[WorkerFailure], object] | None) -> None:
+        self._tell, self._operations = tell, 0
+        self.found: deque[WorkerFailure] = deque()
+
+    @contextlib.contextmanager
+    def afterwards(self) -> Iterator[None]:
+        """Report failures after the block. After Ctrl-C they are reported by the next operation."""
+        raised = None
+        self._operations += 1
+        try:
+            yield
+        except ReapError as error:
+            raised = error
+        finally:
+            self._operations -= 1
+        while self.found and not self._operations:
+            failure = self.found.popleft()
+            if self._tell is not None:
+                self._tell(failure)
+        if raised is not None:
+            raise raised
+
+
 class Supervisor:
     """Starts, calls and watches the workers behind one transport.
 
@@ -64,7 +95,10 @@ class Supervisor:
         on_failure: FailurePolicy | None = None,
         calls_for_newcomer: Callable[[WorkerHandle], Iterator[tuple[str, Sequence[Any]]]] | None = None,
     ) -> None:
-        self.transport, self.on_failure = transport, on_failure or FailurePolicy()
+        policy = on_failure or FailurePolicy()
+        self._reports = reports = _Reports(policy.on_restart)
+        self.on_failure = replace(policy, on_restart=lambda failure: reports.found.append(failure))
+        self.transport = transport
         self._calls_for_newcomer = None if calls_for_newcomer is None else weakref.WeakMethod(calls_for_newcomer)
         self._budget = RestartBudget(self.on_failure)
         self._causes: dict[int, ReapError] = {}  # why each worker whose replacement is starting had failed
@@ -166,6 +200,18 @@ class Supervisor:
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Hold Ctrl-C back within the block. Failures are reported after it."""
+        with self._reports.afterwards(), self.interrupts.held():
+            yield
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Let only this thread listen within the block, and hold Ctrl-C back. Failures are reported after it."""
+        with self._reports.afterwards(), self.listen_lock, self.interrupts.held():
+            yield
+
     def listen(self, *, rollouts_first: bool = False, within: float | None = None) -> None:
         """Wait until a worker has sent something or is gone, and process its messages.
 
@@ -245,7 +291,7 @@ class Supervisor:
 
     def poll_failures(self) -> None:
         """Raise the failure of a worker, if there is one. Does not wait."""
-        with self.interrupts.held():  # an interrupt would lose a message that is half read
+        with self.uninterrupted():  # an interrupt would lose a message that is half read
             if self.listen_lock.acquire(blocking=False):  # else another thread listens already
                 try:
                     self.listen(within=0)
@@ -323,7 +369,8 @@ class Supervisor:
         while self._to_launch and self._failure is None:
             worker, earlier = self._to_launch[0]
             try:
-                self.transport.launch([worker])
+                with limits_as_worker_died("its replacement"):
+                    self.transport.launch([worker])
             except WorkerDied as again:  # it could not be started, or died before it could be asked anything
                 self._to_launch.popleft()
                 self.fail(worker, again)
@@ -373,9 +420,10 @@ class Supervisor:
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
-    def wait_for_newcomers(self, workers: Sequence[int]) -> None:
-        """Wait until those of `workers` that are being restarted are up to date."""
-        while any(self.workers[w].joining is not None for w in workers):
+    def wait_until_loaded(self, workers: Sequence[int]) -> None:
+        """Wait until these workers have loaded what they were sent: in a restart, or a call that Ctrl-C broke off."""
+        each = [self.workers[w] for w in workers]
+        while any(worker.joining is not None or worker.pending_call is not None for worker in each):
             self.listen()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
@@ -399,7 +447,7 @@ class Supervisor:
         Return their answers by number. Workers that are dropped, before or meanwhile, give none. `on_answer` is called
         with each answer as it arrives: a worker may fail, and its replacement depend on it, before all have answered.
         """
-        with self.listen_lock, self.interrupts.held():
+        with self.listening():
             self.calls += 1
             self._on_answer = on_answer
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
@@ -475,7 +523,7 @@ class Supervisor:
     def drain(self, within: float | None = None) -> None:
         """Wait up to `within` seconds until workers have finished their slots; the rollouts stay in `arrived`."""
         began, left, listened = time.monotonic(), within, False
-        with self.listen_lock, self.interrupts.held():
+        with self.listening():
             while any(worker.pending_slots for worker in self.living):
                 if within is not None and left == 0 and listened:
                     raise NotReady(f"workers are still busy after {round(within, 2):g} s")

@@ -84,8 +84,9 @@ class WeightPublisher:
         per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
             raise UsageError("weights are given worker by worker already; leave worker_ids out")
-        every = list(given) if per_worker else [worker.index for worker in supervisor.living]
-        chosen = every if worker_ids is None else list(worker_ids)
+        every = list(given) if per_worker else range(len(supervisor.workers))
+        named = supervisor.check_numbers(every if worker_ids is None else worker_ids)
+        chosen = [w for w in named if not supervisor.workers[w].dropped]
         if not chosen:
             return self.version
         own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
@@ -94,7 +95,7 @@ class WeightPublisher:
         # Nothing is published while a synchronous batch is being collected, because it has one version; nor while a
         # worker may be joining that still loads weights of its own, because those would be older than these.
         at_once = channel is not None and not (self._in_step or self._own or self._loaded)
-        first = contextlib.nullcontext() if at_once else supervisor.listen_lock
+        first = contextlib.nullcontext() if at_once else supervisor.listening()
         with first, self._lock, supervisor.interrupts.held():
             if self._in_step:
                 supervisor.drain()  # a batch that Ctrl-C interrupted is finished with the weights it began with
@@ -103,18 +104,18 @@ class WeightPublisher:
                 fits = checked_weights(given, channel.packing.shapes, supervisor.workers[0].info.needed)
                 if not at_once:
                     every_worker = range(len(supervisor.workers))
-                    supervisor.wait_for_newcomers(every_worker if self._loaded else list(self._own))
+                    supervisor.wait_until_loaded(every_worker if self._loaded else list(self._own))
                 channel.publish(fits, version)
+                self.version = version
                 self._own, self._loaded = {}, ()
             else:
                 self._send({w: given[w] if per_worker else given for w in chosen}, version)
-            self.version = version
         return version
 
     def _check_workers(self, chosen: Sequence[int], given: Any, *, own: bool) -> None:
         """Raise if these workers cannot be sent weights; `own`: a user's own strategy has extracted them."""
         supervisor = self._supervisor
-        for worker in [supervisor.workers[w] for w in supervisor.check_numbers(chosen)]:
+        for worker in [supervisor.workers[w] for w in chosen]:
             if not own and not worker.info.has_weights:
                 raise WrongState("this policy has no weights to update")
         if given is None:
@@ -141,9 +142,10 @@ class WeightPublisher:
                 sent = as_named(given)  # a module may hold what cannot be pickled
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
-        with supervisor.listen_lock, supervisor.interrupts.held(), self._remembering(packed):
-            supervisor.wait_for_newcomers(list(packed))  # they may still read the memory that these are written to
+        with supervisor.listening(), self._remembering(packed):
+            supervisor.wait_until_loaded(list(packed))  # they may still read the memory that these are written to
             calls = {w: (transport.pass_weights(workers[w], one.data), version) for w, one in packed.items()}
+            self.version = version  # even if Ctrl-C breaks the call off: some workers may have these weights then
             supervisor.call("load_weights", calls)
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ It has every operation a collector needs of its workers. The transport decides h
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,7 +29,7 @@ from reap.core.measuring.moments import as_moments, as_tensors, merged
 from reap.core.measuring.stats import Stats
 from reap.core.measuring.times import WorkClock
 from reap.core.resume import anew
-from reap.errors import ReapError, UsageError, WrongState
+from reap.errors import ReapError, UsageError, WrongState, as_raised
 from reap.failures import FailurePolicy
 from reap.seeding import chain, fresh_seed, restart_seed
 from reap.weight_update import WeightTransport
@@ -85,7 +86,7 @@ class WorkerBackend(Backend):
     def start(self) -> None:
         """Start all workers at once, receive the layout of their rollouts, and tell them where their memory is."""
         supervisor = self.supervisor
-        with supervisor.interrupts.held(), limits_as_worker_died("the workers"):
+        with supervisor.uninterrupted(), limits_as_worker_died("the workers"):
             supervisor.start(self._jobs(self._plans, 0))
             del self._plans[:]  # this also closes our duplicates of the file descriptors in them
             self.delivery.prepare(supervisor)
@@ -100,12 +101,10 @@ class WorkerBackend(Backend):
     def add(self, plans: Sequence[Any]) -> None:
         """Start more workers. They begin with the latest weights."""
         supervisor = self.supervisor
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             if self.delivery.unfinished:
                 raise WrongState("a batch is only partly collected; call next() before adding workers")
             new = supervisor.start(self._jobs(plans, len(self.workers)))
-            for worker in new:
-                self._weights.check_packing(worker)
             self.delivery.prepare(supervisor)
             for worker in new:
                 for name, arguments in self._calls_for_newcomer(worker):
@@ -118,6 +117,7 @@ class WorkerBackend(Backend):
         statistics of the other envs, its seed, weights sent to it alone, and that its trajectories were cut. Between
         the calls this also changes the handle's counts and sends the latest weights again.
         """
+        self._weights.check_packing(worker)
         self._id_block += 1
         yield "begin", self.transport.begin_arguments(worker, self._weights.packing)
         self.transport.resend_weights(worker)
@@ -192,14 +192,14 @@ class WorkerBackend(Backend):
         `most`: how many frames may still be ordered, where workers write them to a buffer as they collect them.
         """
         supervisor = self.supervisor
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             return self.delivery.take(random=random, most=most)
 
     def rollout_lost(self) -> None:
         """Do nothing: `take` holds Ctrl-C back, so that it loses no rollout."""
 
     def uninterrupted(self) -> AbstractContextManager[None]:
-        return self.supervisor.interrupts.held()
+        return self.supervisor.uninterrupted()
 
     def canceller(self) -> Callable[[], None]:
         return self.supervisor.halt
@@ -214,7 +214,7 @@ class WorkerBackend(Backend):
         These rollouts, counted as frames and rollouts, are in the buffer already.
         """
         supervisor = self.supervisor
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             supervisor.drain(within)
             return self.delivery.discard_arrived()
 
@@ -235,11 +235,20 @@ class WorkerBackend(Backend):
         living = [worker.index for worker in self.supervisor.living]
         packed = {w: None if calls is None else dumps(calls[w], "arguments") for w in living}
         try:
-            return self.call("find", {w: (path, one) for w, one in packed.items()})
+            answers = self.call("find", {w: (path, one) for w, one in packed.items()})
         except ReapError as error:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name raises as it would in this process
             raise
+        return {w: self._unpickled(answer, w, path) for w, answer in answers.items()}
+
+    def _unpickled(self, data: bytes, worker: int, path: str) -> Any:
+        """Return what was found in a worker. Unpickling is the user's code: not within the call, which it could end."""
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            raised = as_raised(f"reading {path} raised", error)
+        raise raised.at(worker=self.workers[worker].name)
 
     def apply(self, path: str, strategy: Any, weights: Any) -> None:
         """Apply `weights`, extracted by a user's own strategy, to the model at `path` in each worker."""
@@ -305,7 +314,7 @@ class WorkerBackend(Backend):
     def _start_new_episodes(self, name: str, calls: Mapping[int, Sequence[Any]], on_answer: OnAnswer) -> None:
         """Make a call that ends all episodes, and discard the undelivered rollouts that were collected before it."""
         supervisor = self.supervisor
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             self.delivery.discard_unfinished()
             supervisor.recount_ordered(restarting=list(calls))
             taken = {worker.index: self._taken(worker)[0] for worker in self.workers}
@@ -374,7 +383,7 @@ class WorkerBackend(Backend):
             _keep_state(worker, state_after)
             worker.load_counts(own[worker.index])
 
-        with supervisor.listen_lock, supervisor.interrupts.held():
+        with supervisor.listening():
             self.delivery.discard_unfinished()
             for w, worker in enumerate(self.workers):
                 frames, rollouts = supervisor.waiting(worker)

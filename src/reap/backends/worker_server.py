@@ -320,13 +320,12 @@ class WorkerServer:
         self.worker.ledger.mark_cut(range(self.worker.lanes))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Return what is at a path, or what it returns when called."""
+        """Return what is at a path, or what it returns when called, pickled."""
         found = get_attribute(WorkerView(self, self.interruptor), path)
         if packed is not None:
             args, kwargs = cloudpickle.loads(packed)
             found = found(*args, **kwargs)
-        dumps(found, path)  # here, where an object that cannot be pickled can still be reported
-        return found
+        return dumps(found, path)  # here, where an object that cannot be pickled can still be reported
 
     def do_apply(self, path: str, packed: bytes) -> None:
         """Apply weights, extracted by a user's own strategy, to the model at a path."""

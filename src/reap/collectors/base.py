@@ -268,10 +268,12 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def _next_batch(self) -> TensorDictBase | None:
         """Return the next batch, ready for the consumer; None if it was written to the replay buffer."""
-        if not self._pipeline.taken:
+        while not self._pipeline.taken:
             if (hook := self._hooks.get("pre_collect_hook")) is not None:
                 hook()
             self._fetch()
+            if not (self._pipeline.taken or self._pipeline.more()):
+                break  # else `on_restart` has reset the collector, and with it what was taken
         return self._pipeline.deliver(self.postproc, self._hooks.get("post_collect_hook"))
 
     def _fetch(self) -> None:

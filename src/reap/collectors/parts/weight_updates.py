@@ -59,10 +59,10 @@ class WeightUpdates:
 
     def published(self, version: int, batches: int) -> None:
         """Note that weights were sent as this version, when this many batches had been delivered."""
-        self.version, self._sent_at = version, batches
         count = getattr(self._options.track_policy_version, "increment_version", None)
-        if count is not None:
+        if count is not None and version != self.version:  # else nothing was sent
             count()
+        self.version, self._sent_at = version, batches
 
     def count_rollouts(self, rollouts: int, *, background: bool) -> None:
         """Note that this many more rollouts were collected; warn if the policy is trained but never sent."""
