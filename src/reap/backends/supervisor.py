@@ -348,7 +348,7 @@ class Supervisor:
         5. If that had begun, `_join` sends the first of the `calls_for_newcomer`: memory, state, seed, weights.
         6. Each answer makes `_join` send the next one.
         7. After the last answer, `_finish_joining` calls `WorkerHandle.resend_pending`: the call and the slots that the
-           predecessor left undone. Then it reports the restart, and the user's `on_restart` is called.
+           predecessor left undone. The user's `on_restart` is called when the operation that listened has ended.
         """
         if worker.joining is None:
             worker.failed_at = time.monotonic()
