@@ -33,6 +33,7 @@ settings.load_profile("same")
 
 # Files are shared out in this order: the longest first, or one of them would be left for the end, alone.
 LONGEST = (
+    "install/test_extras.py",
     "backends/test_ray.py",
     "interop/test_parity_multi.py",
     "faults/test_parent.py",
@@ -103,7 +104,7 @@ def _nothing_stays_behind(request: pytest.FixtureRequest):
     guard.__enter__()
     yield
     for number, usual in handlers.items():
-        left = signal.signal(number, usual)  # TorchRL's storages in files install one, which goes with the first Ctrl-C
+        left = signal.signal(number, usual)  # TorchRL's storages in files install one, until the first Ctrl-C
         assert not str(getattr(left, "__module__", "")).startswith("reap"), f"left behind: a handler of {number!r}"
     graded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     torch.set_grad_enabled(True)  # the tests after this one are not to blame

@@ -22,7 +22,7 @@ from reap.backends.network.node_registry import NodeProcess
 from reap.backends.network.signed_messages import Forged, MessageSigner
 from reap.backends.remote.gloo import GlooConnection, GlooTransport
 from reap.backends.remote.gloo_worker import HERE
-from reap.backends.remote.message_transport import BroadcastWeights, MessageConnection, SentWeights
+from reap.backends.remote.message_transport import BroadcastWeights, MessageConnection, PublicationCount
 from reap.backends.remote.rpc_worker import below
 from reap.backends.supervisor import Supervisor
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -145,7 +145,7 @@ def test_who_has_died_is_looked_for_in_a_second_however_many_live():
 
 def test_weights_that_were_not_sent_are_not_waited_for():
     """Orders ask for those that were sent, and each message has a number of its own."""
-    sent, numbers = SentWeights(), []
+    sent, numbers = PublicationCount(), []
 
     def broadcast(packed):
         numbers.append(int(packed[:8].view(torch.int64)))
@@ -181,7 +181,7 @@ def test_threads_of_a_worker_are_waited_for_when_it_has_ended():
             done.append("ended")
 
     worker = SimpleNamespace(index=0, slots={})
-    worker.connection = MessageConnection(worker, SentWeights())
+    worker.connection = MessageConnection(worker, PublicationCount())
     worker.connection.join_threads = lambda: done.append("threads")
     transport = GlooTransport(nodes=NodeSettings("mp"))
     transport._children[0] = Process()
@@ -217,7 +217,7 @@ def test_a_node_that_is_lost_while_its_group_is_joined():
     address = SimpleNamespace(secret=b"", store=lambda: store, group=joined)
     worker = SimpleNamespace(index=0, restarts=0, slots={})
     orders, wakeup = SimpleNamespace(put=None, give_up=lambda name: None), SimpleNamespace(wake=lambda: None)
-    connection = GlooConnection(worker, SentWeights(), process, address, orders, wakeup)
+    connection = GlooConnection(worker, PublicationCount(), process, address, orders, wakeup)
     connection.join_threads()
     assert group.cut.is_set()
     process.release()

@@ -182,15 +182,17 @@ def gated(gate):
 
 
 class OpensGate(logging.Handler):
-    """Opens the gate when somebody is said to be silent."""
+    """Opens the gate when the env that waits for it is said to be silent: on a busy machine others may be, too."""
 
     def __init__(self, gate):
         super().__init__()
         self.gate, self.told = gate, []
 
     def emit(self, record):
-        self.told.append(record.getMessage())
-        self.gate.touch()
+        said = record.getMessage()
+        if "worlds/faults.py" in said:
+            self.told.append(said)
+            self.gate.touch()
 
 
 class Pest(threading.Thread):

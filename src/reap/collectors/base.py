@@ -90,8 +90,8 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._clock = WorkClock()  # measures the time this process spends in `next()`, and between two calls
         self._profiler = Profiler()
         # By option name: the hooks that this process calls, and those that workers call.
-        self._hooks = {name: getattr(options, name) for name in HOOKS}
-        self._worker_hooks: dict[str, Any] = {}
+        self._hooks: dict[str, Callable[..., Any] | None] = {name: getattr(options, name) for name in HOOKS}
+        self._worker_hooks: dict[str, Callable[..., Any] | None] = {}
         self.postproc = options.postproc
         self.weight_updater = as_updater(options.weight_updater)
         if self.weight_updater is not None and hasattr(self.weight_updater, "register_collector"):
@@ -199,7 +199,7 @@ class BaseCollector(IterableDataset[TensorDict]):
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
         """The function called before each batch is collected; workers call one that is assigned here."""
-        return (self._hooks | self._worker_hooks).get("pre_collect_hook")
+        return (self._hooks | self._worker_hooks)["pre_collect_hook"]
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
@@ -208,7 +208,7 @@ class BaseCollector(IterableDataset[TensorDict]):
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
         """The function called with each batch; workers call one that is assigned here, with their own rollouts."""
-        return (self._hooks | self._worker_hooks).get("post_collect_hook")
+        return (self._hooks | self._worker_hooks)["post_collect_hook"]
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
@@ -269,12 +269,12 @@ class BaseCollector(IterableDataset[TensorDict]):
     def _next_batch(self) -> TensorDictBase | None:
         """Return the next batch, ready for the consumer; None if it was written to the replay buffer."""
         while not self._pipeline.taken:
-            if (hook := self._hooks.get("pre_collect_hook")) is not None:
+            if (hook := self._hooks["pre_collect_hook"]) is not None:
                 hook()
             self._fetch()
             if not (self._pipeline.taken or self._pipeline.more()):
                 break  # else `on_restart` has reset the collector, and with it what was taken
-        return self._pipeline.deliver(self.postproc, self._hooks.get("post_collect_hook"))
+        return self._pipeline.deliver(self.postproc, self._hooks["post_collect_hook"])
 
     def _fetch(self) -> None:
         self._weights.count_rollouts(1, background=self._runner is not None)

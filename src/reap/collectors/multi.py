@@ -123,7 +123,7 @@ class MultiCollector(BaseCollector):
             self._pipeline.storing_by_worker = dict(enumerate(everywhere))
         self._policy, self._strategy = policy, settings.strategy()
         if self._workers_write or settings.hooks_in_workers:
-            self._hooks, self._worker_hooks = {}, self._hooks
+            self._hooks, self._worker_hooks = dict.fromkeys(HOOKS), self._hooks
         self.num_workers = count
         self.create_env_fn = makers
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
@@ -337,7 +337,7 @@ class MultiCollector(BaseCollector):
             raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
         self._ask(lambda: self._backend.set_hooks({name: hook}))
         self._worker_hooks[name] = hook
-        self._hooks.pop(name, None)  # last: a hook that is refused leaves the one before it where it was
+        self._hooks[name] = None  # last: a hook that is refused leaves the one before it where it was
 
     def _fetch(self) -> None:
         with self._backend.uninterrupted():

@@ -64,7 +64,7 @@ from reap.core.slot import Slot
 from reap.errors import WorkerDied
 
 _MAX_IN_FLIGHT = 2  # broadcasts of weights that may be in flight at a time
-_NOTICED_WITHIN = 1.0  # seconds after a broken connection in which the end of its worker is noticed
+_NOTICED_WITHIN = 1.0  # seconds in which a broken connection, or after one the end of its worker, is noticed
 _POLL = 0.001  # seconds between two polls of a broadcast: gloo has no event to wait on together with others
 
 
@@ -166,6 +166,9 @@ class GlooConnection(MessageConnection):
 
     def join_threads(self) -> None:
         self.child.gone()  # releases the thread that waits for its first sign
+        self.thread.join(_NOTICED_WITHIN)
+        if self.thread.is_alive():
+            self.abandon()  # gloo can miss that the other side is gone
         for thread in filter(None, (self.thread, self._sender)):
             thread.join(DEADLINE)
 

@@ -40,7 +40,7 @@ class BatchPipeline:
         self.whole = WholeTrajectories() if whole else None
         self._options, self.sink = options, sink
         self._total, self._random, self._storing = options.total, options.random_frames, options.devices[1]
-        self.storing_by_worker: dict[int, torch.device | None] = {}  # where it is not the same for all workers
+        self.storing_by_worker: dict[int, torch.device | None] | None = None  # None: the same for all workers
         self._copies = LaneMajorCopies()
         # With return_same_td: the batch of views on the slot, and the object that is delivered every time.
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None
@@ -132,7 +132,7 @@ class BatchPipeline:
                 batch.set_non_tensor(FINAL, rollout.finals)
         else:
             batch = self._same[0]
-        storing = self.storing_by_worker.get(rollout.worker, self._storing)
+        storing = self._storing if self.storing_by_worker is None else self.storing_by_worker.get(rollout.worker)
         if self._same is None:
             delivered = batch if storing is None else batch.to(storing)
             if self._options.return_same_td:
