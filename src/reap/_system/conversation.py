@@ -4,9 +4,10 @@
     call ──── number, name, arguments ───────► answered
     answer ◄─ Answer(number, value) ───────────┘        │ Raised: a refusal, or the child's end │ gone │ silent
 
-Processes that hold lanes and the inference server's process talk like this. A collector's workers use the child's side
-only: its `Supervisor` waits for the answers of all of them at once. What a child sends without a request has a reserved
-number, or none. Waiting for an answer skips answers to calls that Ctrl-C broke off.
+Worker processes, processes that hold lanes and the inference server's process talk like this. (A collector's
+`Supervisor` waits for the answers of all its workers at once, so it uses `receive_from` in place of a `Conversation`.)
+What a child sends without a request has a reserved number, or none. Waiting for an answer skips answers to calls that
+Ctrl-C broke off.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ class ChildSilent(Exception):
     """The child sent nothing for as long as the caller waited."""
 
 
+def receive_from(child: Child) -> tuple[list[Any], bool]:
+    """Return the messages that a child has sent, and whether it is gone, so that no more will come."""
+    gone = child.gone()  # checked first: then all that the child sent before its end is there to be read
+    return [pickle.loads(data) for data in child.socket.receive()], gone
+
+
 class Conversation:
     """The parent's side. Numbers up to `first` are reserved for what the child sends without a request."""
 
@@ -62,8 +69,8 @@ class Conversation:
 
     def receive(self) -> bool:
         """Move the received messages into the inbox; return whether the child is gone, so that no more will come."""
-        gone = self.child.gone()  # checked first: then all that the child sent before its end is there to be read
-        self.inbox += [pickle.loads(data) for data in self.child.socket.receive()]
+        messages, gone = receive_from(self.child)
+        self.inbox += messages
         return gone
 
     def next(self, within: float | None = None) -> Any:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import selectors
 import signal
 from collections.abc import Sequence
 from typing import Any
 
+from reap._system.conversation import receive_from
 from reap._system.interrupts import Interrupts
 from reap._system.messages.pickling import pack
 from reap._system.processes import DEADLINE, LAST_STEP, Child, StartMethod, end
@@ -120,8 +120,7 @@ class ProcessConnection(WorkerConnection):
                 os.write(self._free, bytes([slot]))
 
     def receive(self) -> tuple[list[Any], bool]:
-        gone = self.child.gone()  # checked first: then all that it sent before its end is there to be read
-        return [pickle.loads(data) for data in self.child.socket.receive()], gone
+        return receive_from(self.child)
 
     def retire(self) -> None:
         """End its process at once, whatever it is still doing: it has failed."""
