@@ -89,6 +89,32 @@ def test_in_a_step(kind, fault):
         del c, caught
 
 
+class Large(CountingEnv):
+    """Its rollouts take longer to send than to collect."""
+
+    observation_space = gym.spaces.Box(0, 255, (3_000_000,), np.uint8)
+
+    def _observation(self):
+        return np.zeros(3_000_000, np.uint8)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_killed_while_it_sends(kind):
+    """Gloo never ends a wait for what had arrived in part."""
+    for after in (0.1, 0.113, 0.129):
+        with no_leaks():
+            c = kind([Large] * 2, frames_per_batch=8, total_frames=-1)
+            c.next()
+            killer = threading.Timer(after, os.kill, (pids(c)[1], signal.SIGKILL))
+            with within(SOON + BOUND), pytest.raises(WorkerDied, match="SIGKILL"):
+                killer.start()
+                while True:
+                    c.next()
+            killer.join()
+            assert c.closed
+            del c
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pause_waits_no_longer_than_it_may(kind, tmp_path):
     """Also for a batch that is being taken. Afterwards it goes on as if nobody had asked."""

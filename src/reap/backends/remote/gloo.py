@@ -45,7 +45,6 @@ from reap.backends.remote.gloo_worker import (
     abandon,
     join_broadcast,
     name_of,
-    receive,
     run_gloo,
     wait,
 )
@@ -64,7 +63,8 @@ from reap.core.slot import Slot
 from reap.errors import WorkerDied
 
 _MAX_IN_FLIGHT = 2  # broadcasts of weights that may be in flight at a time
-_NOTICED_WITHIN = 1.0  # seconds in which a broken connection, or after one the end of its worker, is noticed
+_NOTICED_WITHIN = 1.0  # seconds after a broken connection in which the end of its worker is noticed
+_NOTHING: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 _POLL = 0.001  # seconds between two polls of a broadcast: gloo has no event to wait on together with others
 
 
@@ -110,7 +110,8 @@ class GlooConnection(MessageConnection):
         self._signer = MessageSigner(address.secret)
         self._group: Any = None
         self._messages_received = 0  # messages received so far
-        self._staging: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # receives a rollout for lanes of a slot
+        self._staging = _NOTHING  # receives a rollout for lanes of a slot
+        self._last_byte = np.zeros(1, np.uint8)
         self._to_send: Tensor | None = None  # the latest weights, until they are sent
         self._new_weights = threading.Condition()
         self._sender: threading.Thread | None = None
@@ -166,9 +167,6 @@ class GlooConnection(MessageConnection):
 
     def join_threads(self) -> None:
         self.child.gone()  # releases the thread that waits for its first sign
-        self.thread.join(_NOTICED_WITHIN)
-        if self.thread.is_alive():
-            self.abandon()  # gloo can miss that the other side is gone
         for thread in filter(None, (self.thread, self._sender)):
             thread.join(DEADLINE)
 
@@ -182,23 +180,32 @@ class GlooConnection(MessageConnection):
         return bytes(self._address.store().get(f"here/{self._name}")) == HERE
 
     def _receive(self, group: Any, head: Header) -> Any:
-        if head.rollout:
-            self._receive_rollout(group, self.slots[head.slot])
+        """Receive the rest of a message: the bytes of a rollout, the pickled part, and a byte that ends it.
+
+        Only that last byte is waited for. When a worker dies, gloo ends the waits for what had not begun to arrive, but
+        never the wait for what had arrived in part.
+        """
+        slot = self.slots[head.slot] if head.rollout else None
+        block = _NOTHING if slot is None else self._place_for(slot)
+        signed = np.empty(head.more_size, np.uint8)
+        parts = [group.recv([torch.from_numpy(part)], 1, 0) for part in (block, signed) if part.size]
+        wait(group.recv([torch.from_numpy(self._last_byte)], 1, 0))
+        for part in parts:
+            wait(part)
+        if slot is not None and block.size and not slot.block.size:
+            copy_into_slot(slot, block)
         place = f"from/{self._name}/{self._messages_received}"
-        more = self._signer.verified(receive(group, 1, head.more_size), place) if head.more_size else b""
+        more = self._signer.verified(bytes(signed), place) if signed.size else b""
         self._messages_received += 1
         return read(head, more)
 
-    def _receive_rollout(self, group: Any, slot: Slot) -> None:
-        """Receive directly into the worker's own slot; for lanes of a common slot, which are not contiguous, copy."""
-        size = slot.layout.nbytes
+    def _place_for(self, slot: Slot) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return the memory that receives a rollout: the slot itself, or a buffer, as lanes are not contiguous."""
         if slot.block.size:
-            wait(group.recv([torch.from_numpy(slot.block)], 1, 0))
-        elif size:
-            if self._staging is None or self._staging.size != size:
-                self._staging = np.empty(size, np.uint8)
-            wait(group.recv([torch.from_numpy(self._staging)], 1, 0))
-            copy_into_slot(slot, self._staging)
+            return slot.block
+        if self._staging.size != slot.layout.nbytes:
+            self._staging = np.empty(slot.layout.nbytes, np.uint8)
+        return self._staging
 
 
 class GlooTransport(LaunchedTransport):

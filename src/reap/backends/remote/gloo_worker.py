@@ -76,13 +76,6 @@ def wait(work: Any) -> None:
         raise ConnectionError(str(error)) from None
 
 
-def receive(group: Any, source: int, size: int) -> bytes:
-    """Receive and return `size` bytes."""
-    room = torch.empty(size, dtype=torch.uint8)
-    wait(group.recv([room], source, 0))
-    return bytes(room.numpy())
-
-
 def join_broadcast(group: Any, packed: torch.Tensor) -> Any:
     """Take part in a broadcast from rank 0; return the work to wait for."""
     options = torch.distributed.BroadcastOptions()
@@ -133,6 +126,7 @@ class GlooParentConnection(ParentConnection):
                     self._send(message.block)
                 if more:
                     self._send(np.frombuffer(more, np.uint8).copy())
+                self._send(np.zeros(1, np.uint8))  # the end of the message, see `GlooConnection._receive`
                 self._messages_sent += 1
                 done()
         except (ConnectionError, RuntimeError):
