@@ -224,6 +224,8 @@ def test_hooks_can_be_set_later():
     c = collector()
     seen = []
     c.post_collect_hook = seen.append
+    with pytest.raises(WrongArgument, match="post_collect_hook must be callable, got int"):
+        c.post_collect_hook = 5
     batch = c.next()
     assert seen[0] is batch
 

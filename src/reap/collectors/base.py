@@ -24,7 +24,7 @@ from reap._foreign import torch_internals
 from reap._system.forks import guard, refuse_use
 from reap._system.processes import DEADLINE
 from reap._system.threads import wait_for_shutdowns
-from reap.arguments import one_of
+from reap.arguments import function, one_of
 from reap.backends.base import Backend, Halted, Rollout
 from reap.backends.local.pauses import Paused
 from reap.buffers.replay import ReplayBuffer
@@ -215,6 +215,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._set_hook("post_collect_hook", hook)
 
     def _set_hook(self, name: str, hook: Any) -> None:
+        function(name, hook)
         self._hooks[name] = hook
 
     def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:

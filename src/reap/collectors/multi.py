@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
 from reap._system.messages.pickling import Packed, pack_bytes
-from reap.arguments import MOST_LANES, whole
+from reap.arguments import MOST_LANES, function, whole
 from reap.backends.background_runner import BackgroundRunner
 from reap.backends.base import Delivery
 from reap.backends.delivery import AsReady, InStep, IntoBuffer
@@ -333,8 +333,7 @@ class MultiCollector(BaseCollector):
 
     def _set_hook(self, name: str, hook: Any) -> None:
         """Let the workers call a hook, as they do if they write to the buffer, and with `hooks_in_workers`."""
-        if hook is not None and not callable(hook):
-            raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
+        function(name, hook)
         self._ask(lambda: self._backend.set_hooks({name: hook}))
         self._worker_hooks[name] = hook
         self._hooks[name] = None  # last: a hook that is refused leaves the one before it where it was
