@@ -32,7 +32,7 @@ def reduce_semaphore(lock: synchronize.SemLock) -> Any:
 
 
 def release_held(locks: Iterable[Any]) -> None:
-    """Release those of these locks that this thread holds."""
+    """Release those of these locks that this thread holds; one of `threading`, which does not say whose it is, too."""
     for lock in locks:
         inner = getattr(lock, "_semlock", None)  # of `multiprocessing`
         if lock.locked() if inner is None else inner._is_mine():

@@ -1,7 +1,7 @@
 """torch.distributed: workers reached over the network by gloo; each rollout is one tensor, received into its slot.
 
     store (loopback; other machines connect through a listener)  ── orders, signed ─►  remote worker
-    group of two, for each worker                          ◄── header, slot ────  remote worker
+    group of two, for each worker                          ◄── header, slot, end  remote worker
     group of all                                           ── weights, broadcast ► remote workers (of nodes; processes
                                                                   that launcher "mp" has started read shared memory)
 

@@ -34,7 +34,7 @@ from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
 BLOCKS = 2  # memory for rollouts of a remote worker
-ROLLOUT, MORE_SIZE, SLOT, FRAMES, VERSION, SINCE = range(6)  # the first words of a header
+ROLLOUT, MORE_SIZE, SLOT, FRAMES, VERSION, AFTER_CALL = range(6)  # the first words of a header
 _SPAN, _STATS = 6, 8  # where in a header the time span and the stats begin
 _WORDS = _STATS + len(COUNT_NAMES)
 _PREFIX = 16  # bytes at the start of packed weights: their count and version
